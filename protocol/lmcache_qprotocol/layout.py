@@ -1,0 +1,76 @@
+"""What a stored tensor *is*, apart from its tokens, and the id that keeps unlike tensors apart."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from lmcache_qprotocol.dtypes import DTYPE_BYTES
+from lmcache_qprotocol.limits import MAX_LAYERS, MAX_NAME_CHARS
+
+LAYOUT_CONTEXT = "lmcache-qserver 2026-11 layout v1"
+LAYOUT_ID_BYTES = 16
+
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 24)]
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of one model's tensors that one rank holds.
+
+    Attributes:
+        feature: the kind of tensor, e.g. "transfer_query".
+        layer_ids: global indices of the layers, in the order in which they are stored.
+        first_head, num_heads, total_heads: this rank holds heads [first_head, first_head +
+            num_heads) of total_heads.
+        head_dim: elements per head.
+        dtype: a name of `DTYPE_BYTES`.
+        tp_rank, tp_size, pp_rank, pp_size: the rank's place in tensor and pipeline parallelism.
+        model_revision: revision of the weights; empty when unknown.
+    """
+
+    feature: Annotated[str, Meta(min_length=1, max_length=64)]
+    layer_ids: Annotated[tuple[Index, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    first_head: Index
+    num_heads: Count
+    total_heads: Count
+    head_dim: Count
+    dtype: Annotated[str, Meta(max_length=32)]
+    tp_rank: Index = 0
+    tp_size: Count = 1
+    pp_rank: Index = 0
+    pp_size: Count = 1
+    model_revision: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if len(set(self.layer_ids)) != len(self.layer_ids):
+            raise ValueError("a layer id occurs twice")
+        if self.first_head + self.num_heads > self.total_heads:
+            raise ValueError("the head range ends beyond total_heads")
+        if self.tp_rank >= self.tp_size or self.pp_rank >= self.pp_size:
+            raise ValueError("a rank must be smaller than its group's size")
+
+    @property
+    def hidden_dim(self) -> int:
+        """Elements of one row of one layer on this rank."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return len(self.layer_ids) * self.hidden_dim * DTYPE_BYTES[self.dtype]
+
+
+def layout_id(layout: Layout) -> bytes:
+    """16 bytes that differ whenever two layouts differ.
+
+    blake3 in key-derivation mode (context `LAYOUT_CONTEXT`) over one msgpack array of the fields in
+    declaration order.
+    """
+    canonical = msgspec.msgpack.encode(msgspec.structs.astuple(layout))
+    return blake3(canonical, derive_key_context=LAYOUT_CONTEXT).digest(LAYOUT_ID_BYTES)

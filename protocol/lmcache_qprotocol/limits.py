@@ -1,0 +1,34 @@
+"""Upper bounds that both sides know; `hello` announces them."""
+
+from __future__ import annotations
+
+import msgspec
+
+MIB = 1 << 20
+
+MAX_FRAMES = 16
+"""Frames of one message, routing identity not counted."""
+MAX_UID_BYTES = 64
+MAX_NAME_CHARS = 512
+MAX_SALT_CHARS = 4096
+MAX_TOKENS = 1 << 21
+MAX_CHUNKS = 1 << 14
+MAX_LAYERS = 4096
+MAX_GROUPS = 256
+"""KV cache groups of one engine; lists of ring blocks in one store."""
+MAX_POSITION = (1 << 31) - 1
+"""A stamp holds a position in 31 bits."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the server accepts; part of the reply to `hello`.
+
+    Attributes:
+        message_bytes: largest frame.
+        chunks_per_request: most chunk hashes in one request.
+        outstanding_requests: most unanswered requests of one client.
+    """
+
+    message_bytes: int = 16 * MIB
+    chunks_per_request: int = MAX_CHUNKS
+    outstanding_requests: int = 1024

@@ -1,0 +1,287 @@
+"""The structures that travel. Frozen; strict about types and ranges, blind to unknown fields.
+
+Fields are only ever appended, with a default: an older peer's message stays valid.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from lmcache_qprotocol.errors import ErrorCode
+from lmcache_qprotocol.keys import Hash, KeyFamily, LayoutId, ModelName, Position, Salt, WorldSize
+from lmcache_qprotocol.layout import LAYOUT_ID_BYTES, Layout
+from lmcache_qprotocol.limits import (
+    MAX_CHUNKS,
+    MAX_GROUPS,
+    MAX_LAYERS,
+    MAX_NAME_CHARS,
+    MAX_TOKENS,
+    Limits,
+)
+from lmcache_qprotocol.reasons import LossReason, MissReason
+
+PROTOCOL_VERSION = 1
+
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+InstanceId = (
+    Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=256)]
+)
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Nonce = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Hashes = Annotated[tuple[Hash, ...], Meta(max_length=MAX_CHUNKS)]
+Token16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+OpaqueMap = dict[str, msgspec.Raw]
+"""A legacy map that nobody reads: its values stay bytes, else a frame could become millions of
+objects."""
+
+
+# --- connection -----------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """First message of a native client.
+
+    Whoever has said it gets error frames, and `boot_id` with every reply.
+    """
+
+    protocol_version: Annotated[int, Meta(ge=1, le=1 << 16)]
+    client: Name
+    """For logs: program and version."""
+    pid: Count = 0
+
+
+class HelloReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client must know of this server.
+
+    Attributes:
+        boot_id: 16 random bytes of this server process; another value means that it has been
+            restarted.
+        session: 16 random bytes that tie a lifeline to this client.
+        features: feature names that the server stores.
+        chunk_size: tokens per chunk.
+        lifeline: file-system path of the Unix socket; empty when there is none.
+    """
+
+    protocol_version: int
+    boot_id: Token16
+    session: Token16
+    features: tuple[str, ...]
+    chunk_size: Count
+    limits: Limits
+    lifeline: str = ""
+
+
+class ReplyMeta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Fourth frame of every reply to a client that has said hello.
+
+    Attributes:
+        boot_id: as in `HelloReply`.
+        code, message: the error, if the request failed; the result frame is nil then.
+    """
+
+    boot_id: Token16
+    code: ErrorCode | None = None
+    message: str = ""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's own account of the tokens it computed; rides on `ping` and `unregister_q_cache`.
+
+    Invariant: computed = captured + sum(lost) + pending.
+
+    Attributes:
+        computed: tokens whose queries were computed since the worker started.
+        captured: of these, tokens that the server has confirmed as stored (or as stored before).
+        lost: of these, tokens not stored, by reason.
+        pending: of these, tokens in open chunks and in stores under way.
+        ring_blocks, ring_used, ring_high_water: ring blocks in all, in use now, and the most ever
+            in use.
+    """
+
+    computed: Count
+    captured: Count
+    lost: dict[LossReason, Count]
+    pending: Count
+    ring_blocks: Count = 0
+    ring_used: Count = 0
+    ring_high_water: Count = 0
+
+
+# --- registering a ring ---------------------------------------------------------------------------
+
+
+class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the engine's KV cache groups (legacy field order)."""
+
+    engine_group_id: Count = 0
+    layer_indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_LAYERS)] = ()
+    tokens_per_block: Count | None = None
+    sw_size_tokens: int | None = None
+    extra_object_group_tag: str | None = None
+    recurrent_state: bool | None = None
+
+
+GroupInfos = Annotated[tuple[GroupInfo, ...], Meta(max_length=MAX_GROUPS)]
+
+
+class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A block-major ring in memory that went over the lifeline under `ring_token`.
+
+    Rows lie at byte 0 as `[num_blocks, num_layers, block_size, hidden_dim]`, num_layers and
+    hidden_dim as in `layout`. Stamps (stamps.py) lie at `stamps_offset` as int64 `[num_blocks,
+    block_size]`.
+    """
+
+    layout: Layout
+    num_blocks: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    chunk_size: Annotated[int, Meta(ge=1, le=1 << 24)]
+    ring_token: Token16
+    stamps_offset: Count
+
+
+# --- storing --------------------------------------------------------------------------------------
+
+
+class RangeKey(msgspec.Struct, frozen=True, kw_only=True):
+    """Legacy key map: a token range [start, end) of one sequence on one rank.
+
+    From `chunk_hashes` on the fields are ours.
+
+    Attributes:
+        model_name: with the feature's suffix.
+        worker_id: the rank; None in lookups.
+        token_ids: the whole prefix up to `end` (legacy); empty when `chunk_hashes` are given.
+        start, end: absolute positions. Native: the whole chunks of [start, end), or one piece
+            inside one chunk.
+        chunk_hashes: one hash per chunk of the range; for a piece one, over the chunk's tokens up
+            to `end`.
+        layout_id: see layout.py.
+        parent_hash, piece_tokens: for a piece: the hash of the chunk before, and the chunk's tokens
+            up to `end`.
+    """
+
+    model_name: ModelName
+    world_size: WorldSize
+    worker_id: Annotated[int, Meta(ge=0, le=255)] | None = None
+    token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
+    start: Position = 0
+    end: Position = 0
+    request_id: Name = ""
+    cache_salt: Salt | None = ""
+    request_configs: OpaqueMap | None = None
+    num_kv_readers: int | None = None
+    chunk_hashes: Hashes = ()
+    layout_id: LayoutId = b""
+    parent_hash: Hash | None = None
+    piece_tokens: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
+
+    def __post_init__(self) -> None:
+        if self.end < self.start:
+            raise ValueError(f"the range [{self.start}, {self.end}) ends before it starts")
+        if len(self.layout_id) not in (0, LAYOUT_ID_BYTES):
+            raise ValueError(f"a layout id has {LAYOUT_ID_BYTES} bytes, or none")
+
+
+class StoreProof(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server checks the stamps against: one nonce per chunk (or piece) of the range."""
+
+    nonces: Annotated[tuple[Nonce, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+
+
+class StoreOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Third element of a native `store_q` result.
+
+    Attributes:
+        stored, duplicate: chunks committed now, and chunks that were there (or on their way)
+            already.
+        refused: chunks not stored, by reason; the store is refused as a whole when a copy or a
+            stamp was wrong.
+        message: what the first refusal was about.
+    """
+
+    stored: Count = 0
+    duplicate: Count = 0
+    refused: dict[LossReason, Count] = {}
+    message: str = ""
+
+
+class StoreResult(msgspec.Struct, frozen=True, array_like=True):
+    """Result of `store_q`; legacy clients get the first two elements.
+
+    Attributes:
+        event: handle of an event to wait for before the ring blocks are reused; empty when no copy
+            is pending.
+        ok: everything of the range is stored, or was before.
+        outcome: details.
+    """
+
+    event: Annotated[bytes, Meta(max_length=4096)]
+    ok: bool
+    outcome: StoreOutcome | None = None
+
+
+# --- finding --------------------------------------------------------------------------------------
+
+
+class ChunkQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Chunks of one sequence, by hash, in order."""
+
+    family: KeyFamily
+    chunk_hashes: Hashes
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """A chunk that is not there: its place in the query, and why."""
+
+    index: Count
+    reason: MissReason
+
+
+class LookupReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`prefix` chunks are there without a gap from the first; `missing` are all that are not."""
+
+    prefix: Count
+    missing: tuple[Missing, ...] = ()
+
+
+class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a leased chunk lies in the server's pool.
+
+    Attributes:
+        index: its place in the query.
+        offset, nbytes: bytes in the pool's memory.
+        shape: `[blocks, layers, block_size, hidden_dim]`.
+        dtype: a name of `DTYPE_BYTES`.
+        rows: rows [a, b) of the chunk that the blocks hold, counted from the chunk's start.
+        generation: of the pool slot; it never comes back with other bytes.
+    """
+
+    index: Count
+    offset: Count
+    nbytes: Count
+    shape: tuple[Count, Count, Count, Count]
+    dtype: str
+    rows: tuple[Count, Count]
+    generation: Count
+
+
+class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease over what is there of a query.
+
+    Attributes:
+        lease_id: 0 when nothing was leased.
+        chunks: the longest prefix without a gap, and what lies behind a gap, in order of index.
+        missing: all others, with reasons.
+        partial: the client's lease cap cut the answer; release this lease, then ask for the rest.
+    """
+
+    lease_id: Count
+    chunks: tuple[StoredChunk, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    partial: bool = False

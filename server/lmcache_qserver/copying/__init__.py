@@ -1,0 +1,21 @@
+"""Moving bytes: the thread that does it, the memory they come from, and the copy itself."""
+
+from lmcache_qserver.copying.chunk_copy import ChunkCopy, CopyFunction, StampFault, copy_chunks
+from lmcache_qserver.copying.lane import Job, Lane, LaneClosed, LaneError, LaneHung, LaneTimeout
+from lmcache_qserver.copying.ring_geometry import RingGeometry
+from lmcache_qserver.copying.shm import RingMemory
+
+__all__ = [
+    "ChunkCopy",
+    "CopyFunction",
+    "Job",
+    "Lane",
+    "LaneClosed",
+    "LaneError",
+    "LaneHung",
+    "LaneTimeout",
+    "RingGeometry",
+    "RingMemory",
+    "StampFault",
+    "copy_chunks",
+]

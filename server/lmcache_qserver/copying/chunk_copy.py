@@ -1,0 +1,90 @@
+"""The one copy of a store: ring blocks to pool slots, proven by their stamps.
+
+The worker writes rows first and stamps last, and empties a block's stamps before it gives the block away. So rows are
+copied first and stamps are looked at second: stamps that are as expected *after* the copy mean that every row was
+complete before it and still the same chunk's behind it (stamps.py has the whole argument).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_qserver.copying.shm import RingMemory
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCopy:
+    """One chunk to copy.
+
+    Attributes:
+        block_ids: ring blocks in order of position, all inside the ring.
+        first_stamp: the stamp that the first row must have; row i must have `first_stamp + i`.
+        target: uint8 `[len(block_ids) * block_bytes]`, writable.
+    """
+
+    block_ids: tuple[int, ...]
+    first_stamp: int
+    target: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StampFault:
+    """The first row that was not as it must be."""
+
+    chunk: int
+    """Index of the chunk among those to copy."""
+    row: int
+    """Index of the row in the chunk."""
+    expected: int
+    found: int
+
+
+CopyFunction = Callable[[RingMemory, Sequence[ChunkCopy]], StampFault | None]
+"""What a lane runs for a store; see `copy_chunks`."""
+
+
+def copy_chunks(ring: RingMemory, chunks: Sequence[ChunkCopy]) -> StampFault | None:
+    """Copy chunks in order; stop at the first whose stamps are wrong. The GIL is free during each run of blocks.
+
+    Args:
+        ring: an open ring.
+        chunks: their targets may not overlap.
+
+    Returns:
+        None when every row is proven.
+    """
+    for index, chunk in enumerate(chunks):
+        _copy_rows(ring.rows, chunk)
+        fault = _check_stamps(ring.stamps, chunk, index)
+        if fault is not None:
+            return fault
+    return None
+
+
+def neighbour_runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place in `block_ids`, first block, number of blocks) of every run of ids that count up by one."""
+    start = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            yield start, block_ids[start], index - start
+            start = index
+
+
+def _copy_rows(rows: npt.NDArray[np.uint8], chunk: ChunkCopy) -> None:
+    target = chunk.target.reshape(len(chunk.block_ids), rows.shape[1])
+    for place, first, count in neighbour_runs(chunk.block_ids):
+        np.copyto(target[place : place + count], rows[first : first + count])
+
+
+def _check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -> StampFault | None:
+    found = stamps[list(chunk.block_ids)].reshape(-1)
+    expected = np.arange(found.size, dtype=np.int64) + chunk.first_stamp
+    wrong = found != expected
+    if not wrong.any():
+        return None
+    row = int(wrong.argmax())
+    return StampFault(index, row, int(expected[row]), int(found[row]))

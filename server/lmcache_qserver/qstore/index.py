@@ -1,0 +1,190 @@
+"""From keys to objects, and who is about to write which: the one place where an object comes into being.
+
+    (absent) ──reserve_write──▶ being written ──commit──▶ stored ──evicted by the pool──▶ (absent)
+                                     └──────fail──────▶ (absent)
+
+    Invariants (`validate` asserts them)
+      - a key is stored, or being written, or neither; never both
+      - a stored object's slot is COMMITTED or LEASED and owned by its key; it is complete and proven
+      - a key is being written by one store at a time; others wait for that store's `outcome`
+      - whatever is absent after having been offered is remembered with a reason, as long as there is memory for it
+
+Everything is synchronous and on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lmcache_qprotocol.keys import ObjectKey
+from lmcache_qprotocol.reasons import MissReason
+from lmcache_qserver.pool import Pool, Slot, SlotState
+from lmcache_qserver.qstore.inventory import Inventory
+from lmcache_qserver.qstore.misses import Misses
+from lmcache_qserver.qstore.stored_object import Description, StoredObject
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """The right to write one key. It ends in `commit` or `fail`, exactly once."""
+
+    key: ObjectKey
+    slot: Slot
+    outcome: asyncio.Future[bool]
+    """True when the key is stored; what other stores of the same key wait for."""
+
+
+@dataclass(slots=True)
+class Reserved:
+    """The answer to `reserve_write`: every key is in exactly one of the four."""
+
+    writes: list[Write] = field(default_factory=list)
+    """Yours to copy."""
+    duplicates: list[ObjectKey] = field(default_factory=list)
+    """Stored already."""
+    shared: list[tuple[ObjectKey, asyncio.Future[bool]]] = field(default_factory=list)
+    """Being written by another store."""
+    no_room: list[ObjectKey] = field(default_factory=list)
+    """Refused as `pool_full`."""
+
+
+class Index:
+    """All objects of this server.
+
+    Args:
+        pool: where their bytes lie; this index is its only user.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._stored: dict[ObjectKey, StoredObject] = {}
+        self._writing: dict[ObjectKey, Write] = {}
+        self._misses = Misses()
+        self._inventory = Inventory()
+
+    def __len__(self) -> int:
+        """Objects stored."""
+        return len(self._stored)
+
+    def get(self, key: ObjectKey) -> StoredObject | None:
+        """The object, if it is stored now."""
+        return self._stored.get(key)
+
+    def miss_reason(self, key: ObjectKey) -> MissReason:
+        """Why a key is not stored."""
+        return MissReason.BEING_STORED if key in self._writing else self._misses.reason(key)
+
+    def note_miss(self, key: ObjectKey, reason: MissReason) -> None:
+        """The key was offered and refused; nothing happens if it is stored or being written by somebody else."""
+        if key not in self._stored and key not in self._writing:
+            self._misses.note(key, reason)
+
+    def reserve_write(self, keys: Sequence[ObjectKey], nbytes: int) -> Reserved:
+        """Room for what is not there yet; first keys get it first, and what does not fit does not hinder the others.
+
+        Args:
+            keys: all different.
+            nbytes: bytes of each object.
+        """
+        answer = Reserved()
+        absent = []
+        for key in keys:
+            stored = self._stored.get(key)
+            if stored is not None:
+                # Leased until room for the others is found, else making room could evict what is about to be
+                # reported as stored.
+                self.pool.lease(stored.slot)
+                answer.duplicates.append(key)
+            elif key in self._writing:
+                answer.shared.append((key, self._writing[key].outcome))
+            else:
+                absent.append(key)
+        for key in absent:
+            write = self._reserve(key, nbytes)
+            if write is None:
+                self._misses.note(key, MissReason.POOL_FULL)
+                answer.no_room.append(key)
+            else:
+                answer.writes.append(write)
+        # Last to first, so that a sequence loses its end before its beginning: only prefixes are of use.
+        for key in reversed(answer.duplicates):
+            self.pool.release(self._stored[key].slot)
+        return answer
+
+    def commit(
+        self, write: Write, description: Description, rows: tuple[int, int], created: float
+    ) -> StoredObject:
+        """The bytes are complete and proven, and no thread touches them any more."""
+        assert self._writing.get(write.key) is write, "a write ends once"
+        self.pool.commit(write.slot)
+        del self._writing[write.key]
+        stored = StoredObject(write.key, write.slot, description, rows, created)
+        self._stored[write.key] = stored
+        self._inventory.add(stored)
+        self._misses.forget(write.key)
+        _tell(write.outcome, True)
+        return stored
+
+    def fail(
+        self, writes: Iterable[Write], reason: MissReason, over: asyncio.Future[None] | None = None
+    ) -> None:
+        """Nothing of this is stored, and other stores of the same keys may try.
+
+        Args:
+            over: done when no thread touches the slots any more; until then they are quarantined. None: they are
+                free at once.
+        """
+        for write in writes:
+            assert self._writing.get(write.key) is write, "a write ends once"
+            del self._writing[write.key]
+            self._misses.note(write.key, reason)
+            if over is None or over.done():
+                self.pool.abort(write.slot)
+            else:
+                over.add_done_callback(partial(self._end_quarantine, write.slot))
+            _tell(write.outcome, False)
+
+    def models(self) -> list[dict[str, Any]]:
+        """What is stored, described by what is stored."""
+        return self._inventory.summary()
+
+    def validate(self) -> None:
+        """Assert the invariants of this file's head. O(n); for tests."""
+        self.pool.validate()
+        assert not self._stored.keys() & self._writing.keys()
+        for key, stored in self._stored.items():
+            assert stored.slot.state in (SlotState.COMMITTED, SlotState.LEASED), stored.slot
+            assert stored.key == key == stored.slot.owner
+            assert not stored.slot.doomed
+        for write in self._writing.values():
+            assert write.slot.state is SlotState.RESERVED
+            assert not write.outcome.done()
+        models = self.models()
+        assert sum(model["chunks"] for model in models) == len(self._stored)
+        assert sum(model["bytes"] for model in models) == sum(
+            stored.slot.nbytes for stored in self._stored.values()
+        )
+
+    def _end_quarantine(self, slot: Slot, _over: asyncio.Future[None]) -> None:
+        self.pool.abort(slot)
+
+    def _reserve(self, key: ObjectKey, nbytes: int) -> Write | None:
+        reservation = self.pool.reserve(nbytes, key)
+        for evicted in reservation.evicted:
+            assert isinstance(evicted, ObjectKey)
+            self._inventory.remove(self._stored.pop(evicted))
+            self._misses.note(evicted, MissReason.EVICTED)
+        if reservation.slot is None:
+            return None
+        write = Write(key, reservation.slot, asyncio.get_running_loop().create_future())
+        self._writing[key] = write
+        return write
+
+
+def _tell(outcome: asyncio.Future[bool], stored: bool) -> None:
+    if not outcome.done():
+        outcome.set_result(stored)

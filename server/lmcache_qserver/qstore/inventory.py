@@ -1,0 +1,65 @@
+"""What is stored, per model, rank and layout: counted as objects come and go, so that asking costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lmcache_qprotocol.keys import KeyFamily
+from lmcache_qserver.qstore.stored_object import Description, StoredObject
+
+Kind = tuple[str, int, int, bytes]
+"""model_name, world_size, kv_rank, layout_id: a key family without its salt."""
+
+
+@dataclass(slots=True)
+class _Holding:
+    description: Description
+    chunks: int = 0
+    nbytes: int = 0
+
+
+class Inventory:
+    """Holdings by kind; a kind of which nothing is left is not listed."""
+
+    def __init__(self) -> None:
+        self._holdings: dict[Kind, _Holding] = {}
+
+    def add(self, stored: StoredObject) -> None:
+        """The object is in the index now."""
+        holding = self._holdings.setdefault(_kind(stored.key.family), _Holding(stored.description))
+        holding.chunks += 1
+        holding.nbytes += stored.slot.nbytes
+
+    def remove(self, stored: StoredObject) -> None:
+        """The object has left the index."""
+        kind = _kind(stored.key.family)
+        holding = self._holdings[kind]
+        holding.chunks -= 1
+        holding.nbytes -= stored.slot.nbytes
+        if not holding.chunks:
+            del self._holdings[kind]
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One entry per kind, sorted; `model_name` is that of the keys, with the feature's suffix."""
+        return [
+            {
+                "model_name": model_name,
+                "world_size": world_size,
+                "kv_rank": kv_rank,
+                "layout_id": layout_id.hex(),
+                "layout": msgspec.to_builtins(holding.description.layout),
+                "chunk_size": holding.description.chunk_size,
+                "chunks": holding.chunks,
+                "bytes": holding.nbytes,
+            }
+            for (model_name, world_size, kv_rank, layout_id), holding in sorted(
+                self._holdings.items(), key=lambda item: item[0]
+            )
+        ]
+
+
+def _kind(family: KeyFamily) -> Kind:
+    return family.model_name, family.world_size, family.kv_rank, family.layout_id

@@ -1,0 +1,225 @@
+"""How instances come and go.
+
+Decisions are made on the loop at once, waiting comes after: an id belongs to the new instance from the moment the
+registration is accepted, and a release is decided when it is asked for, however long the lane takes. What waits runs in
+tasks of its own, so a caller that is cancelled leaves no instance half way.
+
+Who closes a ring's memory: the lane of the instance that claimed it, as its last job. Before it is claimed, `register`
+does, on every refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Hashable, Iterable
+
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.messages import RingDescription
+from lmcache_qserver.copying import Lane, LaneError, RingGeometry, RingMemory
+from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
+from lmcache_qserver.qstore.registration_check import check_registration
+from lmcache_qserver.qstore.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """Registers and releases the instances of one registry.
+
+    Args:
+        chunk_size: tokens per chunk on this server.
+        features: what this server stores.
+        copy_timeout_s: how long a release waits for the lane.
+    """
+
+    def __init__(
+        self, registry: Registry, chunk_size: int, features: tuple[str, ...], copy_timeout_s: float
+    ) -> None:
+        self._registry = registry
+        self._chunk_size = chunk_size
+        self._features = features
+        self._copy_timeout_s = copy_timeout_s
+        self._leaving: set[Instance] = set()
+        self._stuck: set[Lane] = set()
+
+    @property
+    def stuck_lanes(self) -> int:
+        """Released instances whose hung copy keeps a thread and a mapping; they go when the copy comes back."""
+        return len(self._stuck)
+
+    async def register(
+        self,
+        client: Hashable,
+        instance_id: InstanceId,
+        model_name: str,
+        world_size: int,
+        description: RingDescription | None,
+        ring: RingMemory | None,
+        now: float,
+    ) -> None:
+        """Make an instance LIVE, or refresh it when the same client says the same again.
+
+        Args:
+            ring: this call takes it over, whatever comes of it.
+
+        Raises:
+            RequestError: see `_decide`, and ring_refused for memory that is not what it must be.
+        """
+        try:
+            if self._refresh(client, instance_id, model_name, world_size, description, now):
+                return
+            instance, before = self._decide(
+                client, instance_id, model_name, world_size, description, ring, now
+            )
+        finally:
+            if ring is not None and not ring.claimed:
+                ring.close()
+        await asyncio.shield(asyncio.ensure_future(self._open(instance, before)))
+
+    def begin_release(self, instance: Instance, *, dead: bool) -> asyncio.Task[None]:
+        """Decide that an instance goes; the task ends when no copy from it is running (or it hangs for good).
+
+        Args:
+            dead: nothing that is under way may be admitted any more. Else what was asked for is still stored.
+        """
+        if dead:
+            instance.dead = True
+            instance.lane.cancel_waiting()
+        if instance.release is None:
+            instance.state = InstanceState.RELEASING
+            self._leaving.add(instance)
+            instance.release = asyncio.get_running_loop().create_task(self._release(instance))
+        return instance.release
+
+    async def release(self, instances: Iterable[Instance], *, dead: bool) -> None:
+        """Release instances side by side, and wait; a hung one delays no other."""
+        tasks = [self.begin_release(instance, dead=dead) for instance in instances]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def client_gone(self, client: Hashable) -> None:
+        """Release all instances of a client, those on their way out too."""
+        leaving = [instance for instance in self._leaving if instance.client == client]
+        await self.release({*self._registry.of_client(client), *leaving}, dead=True)
+
+    async def close(self) -> None:
+        """Release everything, after storing what was asked for."""
+        await self.release({*self._registry, *self._leaving}, dead=False)
+
+    def _refresh(
+        self,
+        client: Hashable,
+        instance_id: InstanceId,
+        model_name: str,
+        world_size: int,
+        description: RingDescription | None,
+        now: float,
+    ) -> bool:
+        holder = self._registry.get(instance_id)
+        if holder is None or description is None:
+            return False
+        if not holder.is_same_registration(client, model_name, world_size, description):
+            return False
+        holder.last_seen = now
+        return True
+
+    def _decide(
+        self,
+        client: Hashable,
+        instance_id: InstanceId,
+        model_name: str,
+        world_size: int,
+        description: RingDescription | None,
+        ring: RingMemory | None,
+        now: float,
+    ) -> tuple[Instance, Instance | None]:
+        """The new instance, REGISTERING, and who had its id before.
+
+        Raises:
+            RequestError: unsupported_transport, lifeline_required, ring_refused, instance_busy, not_owner, bad_payload.
+        """
+        if description is None:
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_TRANSPORT,
+                "this server copies from rings in shared memory only: send a ring description",
+            )
+        if ring is None:
+            raise RequestError(
+                ErrorCode.LIFELINE_REQUIRED,
+                "no memory came for this ring token: offer the ring over the lifeline first",
+            )
+        if ring.claimed:
+            raise RequestError(
+                ErrorCode.RING_REFUSED,
+                "this memory is registered already: offer it again under a new token",
+            )
+        before = self._registry.get(instance_id)
+        _check_holder(before, client)
+        check_registration(
+            model_name, world_size, description, ring.nbytes, self._chunk_size, self._features
+        )
+        lane = Lane(f"qlane-{instance_id}"[:64])
+        ring.claimed = True
+        instance = Instance(
+            instance_id, client, model_name, world_size, description, ring, lane, now
+        )
+        self._registry.put(instance)
+        return instance, before
+
+    async def _open(self, instance: Instance, before: Instance | None) -> None:
+        if before is not None:
+            logger.warning("another ring replaces that of instance %s", before.instance_id)
+            await asyncio.wait({self.begin_release(before, dead=False)})
+        try:
+            await instance.lane.run(
+                instance.ring.open,
+                RingGeometry.of(instance.description),
+                timeout_s=self._copy_timeout_s,
+            )
+            if instance.state is not InstanceState.REGISTERING:
+                raise LaneError("the instance was released while it was registering")
+        except Exception as error:
+            await asyncio.wait({self.begin_release(instance, dead=True)})
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(
+                ErrorCode.RING_REFUSED, f"the ring can't be opened ({error}): offer it again"
+            ) from None
+        instance.state = InstanceState.LIVE
+
+    async def _release(self, instance: Instance) -> None:
+        if instance.stores and not instance.dead:
+            await asyncio.wait(set(instance.stores), timeout=self._copy_timeout_s)
+        instance.dead = True
+        instance.lane.cancel_waiting()
+        if not await instance.lane.close(instance.ring.close, self._copy_timeout_s):
+            self._leave_behind(instance)
+        self._registry.remove(instance)
+        self._leaving.discard(instance)
+
+    def _leave_behind(self, instance: Instance) -> None:
+        """Unmapping under a running copy would kill the daemon, so a hung copy keeps its mapping."""
+        logger.error(
+            "a copy from instance %s hangs: its thread and a mapping of %d bytes stay until it comes back",
+            instance.instance_id,
+            instance.ring.nbytes,
+        )
+        lane = instance.lane
+        self._stuck.add(lane)
+        lane.ended.add_done_callback(lambda _: self._stuck.discard(lane))
+
+
+def _check_holder(before: Instance | None, client: Hashable) -> None:
+    if before is None or before.state is InstanceState.RELEASING:
+        return
+    if before.client != client:
+        raise RequestError(
+            ErrorCode.NOT_OWNER,
+            f"instance {before.instance_id!r} belongs to another connection, which is alive: use another id",
+        )
+    if before.state is InstanceState.REGISTERING:
+        raise RequestError(
+            ErrorCode.INSTANCE_BUSY,
+            f"instance {before.instance_id!r} is being registered: wait for the answer",
+        )

@@ -1,0 +1,390 @@
+"""The store's front: everything that the wire and the daemon call.
+
+    register, unregister, reap, client_gone ─▶ lifecycle ─▶ registry
+    store_q ─▶ store_check (the gate) ─▶ store_run ─▶ index, copying/lane
+    lookup_q, retrieve_q, release_q ─▶ reading ─▶ index, leases
+
+Every method is called on the event loop. Those that are not `async` decide and answer at once. Those that are may be
+cancelled by their caller at any time: what they have begun goes on to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.keys import FEATURE_SUFFIX
+from lmcache_qprotocol.messages import (
+    ChunkQuery,
+    LookupReply,
+    RangeKey,
+    RetrieveReply,
+    RingDescription,
+    StoreOutcome,
+    StoreProof,
+    StoreResult,
+    WorkerReport,
+)
+from lmcache_qserver.copying import CopyFunction, RingMemory, copy_chunks
+from lmcache_qserver.events import EventBus, StoreEnd, StoreStart, StoreSubmitted
+from lmcache_qserver.pool import Pool
+from lmcache_qserver.qstore import reading
+from lmcache_qserver.qstore.coverage import Coverage
+from lmcache_qserver.qstore.index import Index
+from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
+from lmcache_qserver.qstore.leases import Leases
+from lmcache_qserver.qstore.lifecycle import Lifecycle
+from lmcache_qserver.qstore.registry import Registry
+from lmcache_qserver.qstore.store_check import CheckedStore, check_store
+from lmcache_qserver.qstore.store_run import StoreRun
+from lmcache_qserver.qstore.totals import StoreTotals
+
+
+class QStoreModule:
+    """All state of the store; every method is called on the event loop.
+
+    Args:
+        pool: where objects lie; the module is its only user.
+        bus: told about every store.
+        chunk_size: tokens per chunk.
+        features: what is stored.
+        reap_timeout_s, registration_grace_s: see `Registry`.
+        copy_timeout_s: seconds for one copy, and for a release to wait for the lane.
+        lease_timeout_s: seconds after which a lease ends by itself.
+        max_lease_share: part of the pool that one client may lease, in (0, 1].
+        clock: seconds, monotonic; measures how long stores take.
+        copy: what lanes run for a store; another one in tests only.
+
+    Raises:
+        ValueError: a feature is unknown, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        bus: EventBus,
+        chunk_size: int,
+        features: tuple[str, ...] = ("transfer_query",),
+        reap_timeout_s: float = 120.0,
+        registration_grace_s: float = 3600.0,
+        copy_timeout_s: float = 30.0,
+        lease_timeout_s: float = 60.0,
+        max_lease_share: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+        copy: CopyFunction = copy_chunks,
+    ) -> None:
+        _check_settings(chunk_size, features, copy_timeout_s, lease_timeout_s, max_lease_share)
+        self.features = features
+        self.chunk_size = chunk_size
+        self.index = Index(pool)
+        self.registry = Registry(reap_timeout_s, registration_grace_s)
+        self.leases = Leases(
+            pool, int(pool.usage().capacity_bytes * max_lease_share), lease_timeout_s
+        )
+        self._pool = pool
+        self._bus = bus
+        self._lifecycle = Lifecycle(self.registry, chunk_size, features, copy_timeout_s)
+        self._copy_timeout_s = copy_timeout_s
+        self._clock = clock
+        self._copy = copy
+        self._coverage = Coverage()
+        self._totals = StoreTotals()
+        self._stores: set[asyncio.Task[StoreOutcome]] = set()
+        self._draining = False
+
+    # --- instances ----------------------------------------------------------------------------------------------
+
+    async def register_q_cache(
+        self,
+        client: Hashable,
+        instance_id: InstanceId,
+        model_name: str,
+        world_size: int,
+        description: RingDescription | None,
+        ring: RingMemory | None,
+        now: float,
+    ) -> None:
+        """Register a ring under an id; returns when it may be stored from.
+
+        The same client with the same description only refreshes. Another ring of the same client replaces the old
+        one after its lane is drained.
+
+        Args:
+            description: None from a legacy client.
+            ring: what came over the lifeline for `description.ring_token`; taken over by this call in any case.
+                None: nothing came, or it was handed over in an earlier call.
+
+        Raises:
+            RequestError: shutting_down, unsupported_transport, lifeline_required, ring_refused, bad_payload, not_owner,
+                instance_busy.
+        """
+        if self._draining:
+            if ring is not None and not ring.claimed:
+                ring.close()
+            raise _shutting_down()
+        await self._lifecycle.register(
+            client, instance_id, model_name, world_size, description, ring, now
+        )
+
+    async def unregister_q_cache(
+        self, client: Hashable, instance_id: InstanceId, report: WorkerReport | None, now: float
+    ) -> None:
+        """Release a ring; returns when what was asked for is stored and no copy runs any more.
+
+        Raises:
+            RequestError: unknown_instance, not_owner.
+        """
+        instance = self.registry.get(instance_id)
+        if instance is None:
+            raise _unknown(instance_id)
+        _check_owner(instance, client)
+        self._hear(instance, report, now)
+        await self._lifecycle.release([instance], dead=False)
+
+    def ping(
+        self,
+        client: Hashable,
+        instance_id: InstanceId | None,
+        report: WorkerReport | None,
+        now: float,
+    ) -> bool:
+        """Whether the server knows the instance as this client's; without an id, whether there is a server."""
+        if instance_id is None:
+            return True
+        instance = self.registry.get(instance_id)
+        if instance is None or instance.client != client:
+            return False
+        if instance.state is InstanceState.RELEASING:
+            return False
+        instance.has_pinged = True
+        self._hear(instance, report, now)
+        return True
+
+    async def client_gone(self, client: Hashable, now: float) -> None:
+        """The connection is dead: its leases end now, its instances go, and nothing of them is admitted any more."""
+        self.leases.client_gone(client)
+        await self._lifecycle.client_gone(client)
+
+    async def reap_stale_instances(self, now: float) -> list[InstanceId]:
+        """Release the instances that were silent for too long; their ids. Call it every quarter of the time-out."""
+        stale = self.registry.stale(now)
+        await self._lifecycle.release(stale, dead=True)
+        return [instance.instance_id for instance in stale]
+
+    # --- storing ------------------------------------------------------------------------------------------------
+
+    async def store_q(
+        self,
+        client: Hashable,
+        key: RangeKey,
+        instance_id: InstanceId,
+        block_groups: Sequence[Sequence[int]],
+        event: bytes,
+        proof: StoreProof | None,
+        now: float,
+    ) -> StoreResult:
+        """Copy whole chunks out of an instance's ring; returns when the ring's blocks may be reused.
+
+        One exception: after a copy that timed out (`copy_failed`) its thread may still *read* the blocks. What it reads
+        then is thrown away, so they may be reused nevertheless.
+
+        Raises:
+            RequestError: shutting_down, unknown_instance, not_owner, bad_payload, blocks_not_covering,
+                unsupported_transport; nothing was copied then.
+        """
+        try:
+            instance = self._live_instance(client, instance_id)
+            store = check_store(instance, key, block_groups, event, proof, self.chunk_size)
+        except RequestError as error:
+            self._totals.rejected_stores[error.code] += 1
+            raise
+        instance.last_seen = max(instance.last_seen, now)
+        outcome = await asyncio.shield(self._begin_store(instance, store, now))
+        return StoreResult(b"", not outcome.refused, outcome)
+
+    def _live_instance(self, client: Hashable, instance_id: InstanceId) -> Instance:
+        if self._draining:
+            raise _shutting_down()
+        instance = self.registry.get(instance_id)
+        if instance is None or instance.state is not InstanceState.LIVE:
+            raise _unknown(instance_id)
+        _check_owner(instance, client)
+        return instance
+
+    def _begin_store(
+        self, instance: Instance, store: CheckedStore, now: float
+    ) -> asyncio.Task[StoreOutcome]:
+        self._totals.submitted_stores += 1
+        began = self._clock()
+        self._bus.publish(
+            StoreSubmitted(
+                session=store.key.request_id,
+                instance_id=instance.instance_id,
+                model_name=store.key.model_name,
+            )
+        )
+        work = self._run_store(instance, store, now, began)
+        task = asyncio.get_running_loop().create_task(work)
+        for stores in (self._stores, instance.stores):
+            stores.add(task)
+            task.add_done_callback(stores.discard)
+        return task
+
+    async def _run_store(
+        self, instance: Instance, store: CheckedStore, now: float, began: float
+    ) -> StoreOutcome:
+        self._bus.publish(
+            StoreStart(
+                session=store.key.request_id,
+                instance_id=instance.instance_id,
+                model_name=store.key.model_name,
+            )
+        )
+        run = StoreRun(self.index, instance, store, self._copy, self._copy_timeout_s, now)
+        try:
+            return await run.run()
+        finally:
+            self._end_store(instance, store, run.outcome, began)
+
+    def _end_store(
+        self, instance: Instance, store: CheckedStore, outcome: StoreOutcome, began: float
+    ) -> None:
+        nbytes = outcome.stored * store.description.chunk_bytes
+        self._totals.add(outcome, nbytes)
+        self._bus.publish(
+            StoreEnd(
+                session=store.key.request_id,
+                instance_id=instance.instance_id,
+                model_name=store.key.model_name,
+                stored=outcome.stored,
+                duplicate=outcome.duplicate,
+                refused=outcome.refused,
+                nbytes=nbytes,
+                seconds=self._clock() - began,
+            )
+        )
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def lookup_q(self, query: ChunkQuery) -> LookupReply:
+        """Which chunks are there, and why the others are not."""
+        return reading.lookup(self.index, query)
+
+    def retrieve_q(self, client: Hashable, query: ChunkQuery, now: float) -> RetrieveReply:
+        """Lease the chunks that are there to a client, up to its cap."""
+        return reading.retrieve(self.index, self.leases, client, query, now)
+
+    def release_q(self, client: Hashable, lease_ids: Iterable[int]) -> None:
+        """Give leases back.
+
+        Raises:
+            RequestError(unknown_lease): some are over, or are not this client's; the others are released.
+        """
+        self.leases.release(client, lease_ids)
+
+    def expire_leases(self, now: float) -> int:
+        """End the leases whose time is over; how many there were. Call it every few seconds."""
+        return self.leases.expire(now)
+
+    # --- the whole ----------------------------------------------------------------------------------------------
+
+    def report_status(self) -> dict[str, Any]:
+        """What `/status` serves; plain values only."""
+        live = self.registry.live()
+        ids = [instance.instance_id for instance in live]
+        return {
+            "registered_q_ids": sorted(ids, key=lambda one: (isinstance(one, str), one)),
+            "q_context_meta": {str(one.instance_id): _describe_instance(one) for one in live},
+            "models": self.index.models(),
+            "totals": self._totals.summary(),
+            "coverage": self._coverage.summary(),
+            "leases": self.leases.summary(),
+            "pool": dataclasses.asdict(self._pool.usage()),
+            "lanes": {
+                "hung": sum(instance.lane.hung for instance in live),
+                "stuck_after_release": self._lifecycle.stuck_lanes,
+            },
+            "draining": self._draining,
+        }
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Refuse new stores and registrations, and wait for what runs.
+
+        Returns:
+            False when stores are still running after `deadline_s` seconds.
+        """
+        self._draining = True
+        if self._stores:
+            await asyncio.wait(set(self._stores), timeout=deadline_s)
+        return not self._stores
+
+    async def close(self) -> None:
+        """Release all instances. Call it last, after `drain`."""
+        self._draining = True
+        await self._lifecycle.close()
+
+    def _hear(self, instance: Instance, report: WorkerReport | None, now: float) -> None:
+        instance.last_seen = max(instance.last_seen, now)
+        if report is not None:
+            self._coverage.note(instance.instance_id, report)
+
+
+def _check_settings(
+    chunk_size: int,
+    features: tuple[str, ...],
+    copy_timeout_s: float,
+    lease_timeout_s: float,
+    max_lease_share: float,
+) -> None:
+    for feature in features:
+        if feature not in FEATURE_SUFFIX:
+            raise ValueError(f"unknown feature {feature!r}; known: {', '.join(FEATURE_SUFFIX)}")
+    if min(chunk_size, copy_timeout_s, lease_timeout_s) <= 0:
+        raise ValueError("chunk_size, copy_timeout_s and lease_timeout_s must be positive")
+    if not 0 < max_lease_share <= 1:
+        raise ValueError(f"max_lease_share must be in (0, 1], not {max_lease_share}")
+
+
+def _describe_instance(instance: Instance) -> dict[str, Any]:
+    description = instance.description
+    layout = description.layout
+    return {
+        "model_name": instance.model_name,
+        "world_size": instance.world_size,
+        "q_ring_layout": {
+            "num_layers": len(layout.layer_ids),
+            "num_blocks": description.num_blocks,
+            "block_size": description.block_size,
+            "hidden_dim": layout.hidden_dim,
+            "dtype": layout.dtype,
+            "layout_id": instance.layout_id.hex(),
+            "layout": msgspec.to_builtins(layout),
+        },
+    }
+
+
+def _check_owner(instance: Instance, client: Hashable) -> None:
+    if instance.client != client:
+        raise RequestError(
+            ErrorCode.NOT_OWNER,
+            f"instance {instance.instance_id!r} belongs to another connection: register a ring of your own",
+        )
+
+
+def _unknown(instance_id: InstanceId) -> RequestError:
+    return RequestError(
+        ErrorCode.UNKNOWN_INSTANCE, f"instance {instance_id!r} has no ring here: register it first"
+    )
+
+
+def _shutting_down() -> RequestError:
+    return RequestError(
+        ErrorCode.SHUTTING_DOWN, "the server is shutting down: try another, or later"
+    )

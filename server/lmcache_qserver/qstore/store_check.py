@@ -1,0 +1,184 @@
+"""The gate of a store: everything that is checked before anything is reserved or copied. Pure.
+
+Ring block ids that pass this gate lie inside the ring and are exactly as many as the token range needs; this is what
+keeps a copy from reading out of bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.hashing import chunk_hashes
+from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank
+from lmcache_qprotocol.messages import RangeKey, StoreProof
+from lmcache_qprotocol.stamps import first_stamp
+from lmcache_qserver.qstore.instance import Instance
+from lmcache_qserver.qstore.stored_object import Description
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStore:
+    """A store that has passed the gate: whole chunks of [key.start, key.end)."""
+
+    key: RangeKey
+    family: KeyFamily
+    description: Description
+    num_chunks: int
+    block_ids: tuple[int, ...]
+    nonces: tuple[int, ...]
+
+    def hashes_of_tokens(self) -> list[bytes]:
+        """Hash of every chunk, out of the whole prefix's token ids: O(prefix), work for a thread."""
+        size = self.description.chunk_size
+        hashes = chunk_hashes(self.key.token_ids[: self.key.end], size)
+        return hashes[self.key.start // size :]
+
+    def chunks(self, hashes: Sequence[bytes]) -> list[PlannedChunk]:
+        """What is to be copied, in order.
+
+        Args:
+            hashes: one per chunk.
+        """
+        per_chunk = self.description.blocks_per_chunk
+        return [
+            PlannedChunk(
+                key=ObjectKey(family=self.family, chunk_hash=chunk_hash),
+                block_ids=self.block_ids[index * per_chunk : (index + 1) * per_chunk],
+                start=self.key.start + index * self.description.chunk_size,
+                nonce=self.nonces[index],
+            )
+            for index, chunk_hash in enumerate(hashes)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """One chunk of a store: its address, and where in the ring it lies."""
+
+    key: ObjectKey
+    block_ids: tuple[int, ...]
+    start: int
+    """Absolute position of its first token."""
+    nonce: int
+
+    @property
+    def first_stamp(self) -> int:
+        """The stamp of its first row."""
+        return first_stamp(self.nonce, self.start)
+
+
+def check_store(
+    instance: Instance,
+    key: RangeKey,
+    block_groups: Sequence[Sequence[int]],
+    event: bytes,
+    proof: StoreProof | None,
+    chunk_size: int,
+) -> CheckedStore:
+    """Check a store from a LIVE instance of the caller's.
+
+    Args:
+        block_groups: ring block ids per group; a ring has one group.
+        event: handle of the device event to wait for; empty, for a ring in host memory.
+
+    Raises:
+        RequestError: bad_payload, blocks_not_covering or unsupported_transport; nothing has happened then.
+    """
+    if len(block_groups) != 1:
+        raise _bad(f"the ring has one group of blocks, {len(block_groups)} were sent")
+    _check_key(instance, key)
+    num_chunks = _count_chunks(key, chunk_size)
+    _check_hashes(key, num_chunks)
+    description = Description(
+        instance.description.layout, instance.description.block_size, chunk_size
+    )
+    _check_blocks(
+        block_groups[0], num_chunks * description.blocks_per_chunk, instance.description.num_blocks
+    )
+    if proof is None:
+        raise _bad("a store from a ring needs a proof: send the nonce of each chunk")
+    if len(proof.nonces) != num_chunks:
+        raise _bad(f"{num_chunks} chunks need {num_chunks} nonces, {len(proof.nonces)} were sent")
+    if event:
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_TRANSPORT,
+            "this ring lies in host memory, where there is no event to wait for: send an empty handle",
+        )
+    return CheckedStore(
+        key, _family(instance, key), description, num_chunks, tuple(block_groups[0]), proof.nonces
+    )
+
+
+def _check_key(instance: Instance, key: RangeKey) -> None:
+    if key.model_name != instance.key_model_name:
+        raise _bad(f"the key's model must be {instance.key_model_name!r}, as registered")
+    if key.world_size != instance.world_size:
+        raise _bad(
+            f"the key's world size is {key.world_size}, {instance.world_size} was registered"
+        )
+    if key.worker_id is None or not 0 <= key.worker_id < key.world_size:
+        raise _bad(f"worker_id must be a rank in [0, {key.world_size}), not {key.worker_id}")
+    if key.layout_id != instance.layout_id:
+        raise _bad("the key's layout_id is not that of the registered layout")
+
+
+def _count_chunks(key: RangeKey, chunk_size: int) -> int:
+    if _is_piece(key, chunk_size):
+        raise _bad("pieces are not stored yet: store whole chunks")
+    length = key.end - key.start
+    if not length or key.start % chunk_size or length % chunk_size:
+        raise _bad(
+            f"[{key.start}, {key.end}) is not one or more whole chunks of {chunk_size} tokens"
+        )
+    return length // chunk_size
+
+
+def _is_piece(key: RangeKey, chunk_size: int) -> bool:
+    """Rows of one chunk, but not all of them."""
+    if key.parent_hash is not None or key.piece_tokens:
+        return True
+    inside_one = key.end > key.start and key.start // chunk_size == (key.end - 1) // chunk_size
+    return inside_one and key.end - key.start < chunk_size
+
+
+def _check_hashes(key: RangeKey, num_chunks: int) -> None:
+    if key.chunk_hashes:
+        if len(key.chunk_hashes) != num_chunks:
+            raise _bad(
+                f"{num_chunks} chunks need {num_chunks} hashes, {len(key.chunk_hashes)} were sent"
+            )
+    elif len(key.token_ids) < key.end:
+        raise _bad(
+            f"send a hash per chunk, or the whole prefix: {key.end} token ids, not {len(key.token_ids)}"
+        )
+
+
+def _check_blocks(block_ids: Sequence[int], needed: int, num_blocks: int) -> None:
+    if len(block_ids) != needed:
+        raise RequestError(
+            ErrorCode.BLOCKS_NOT_COVERING,
+            f"the range needs {needed} ring blocks, {len(block_ids)} were sent",
+        )
+    # len() and min() and max() instead of a loop: a store may bring a million ids, and this is the event loop.
+    if min(block_ids) < 0 or max(block_ids) >= num_blocks:
+        raise RequestError(
+            ErrorCode.BLOCKS_NOT_COVERING,
+            f"ring block ids must be in [0, {num_blocks}), not [{min(block_ids)}, {max(block_ids)}]",
+        )
+
+
+def _family(instance: Instance, key: RangeKey) -> KeyFamily:
+    assert key.worker_id is not None
+    return KeyFamily(
+        model_name=key.model_name,
+        world_size=key.world_size,
+        kv_rank=kv_rank(key.world_size, key.worker_id),
+        cache_salt=key.cache_salt or "",
+        layout_id=key.layout_id,
+    )
+
+
+def _bad(message: str) -> RequestError:
+    return RequestError(ErrorCode.BAD_PAYLOAD, message)

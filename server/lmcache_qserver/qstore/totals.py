@@ -1,0 +1,54 @@
+"""Counts of what became of all stores since the start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_qprotocol.errors import ErrorCode
+from lmcache_qprotocol.messages import StoreOutcome
+from lmcache_qprotocol.reasons import LossReason
+
+SERVER_REASONS = (LossReason.POOL_FULL, LossReason.COPY_FAILED, LossReason.STAMP_MISMATCH)
+"""The reasons that the server gives; a worker gives the others."""
+
+
+@dataclass(slots=True)
+class StoreTotals:
+    """Chunks, but where a name says otherwise."""
+
+    submitted_stores: int = 0
+    finished_stores: int = 0
+    stored: int = 0
+    duplicate: int = 0
+    refused: Counter[LossReason] = field(default_factory=Counter)
+    stored_bytes: int = 0
+    rejected_stores: Counter[ErrorCode] = field(default_factory=Counter)
+    """Stores that did not pass the checks, by error code."""
+
+    def add(self, outcome: StoreOutcome, nbytes: int) -> None:
+        """A store is over.
+
+        Args:
+            nbytes: bytes of the chunks stored.
+        """
+        self.finished_stores += 1
+        self.stored += outcome.stored
+        self.duplicate += outcome.duplicate
+        self.refused.update(outcome.refused)
+        self.stored_bytes += nbytes
+
+    def summary(self) -> dict[str, Any]:
+        """For `/status`; every reason of the server is there from the start."""
+        return {
+            "submitted_stores": self.submitted_stores,
+            "finished_stores": self.finished_stores,
+            "stored": self.stored,
+            "duplicate": self.duplicate,
+            "refused": {reason.value: self.refused[reason] for reason in SERVER_REASONS},
+            "stored_bytes": self.stored_bytes,
+            "rejected_stores": {
+                code.value: count for code, count in sorted(self.rejected_stores.items())
+            },
+        }

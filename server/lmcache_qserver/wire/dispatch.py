@@ -1,0 +1,243 @@
+"""From a message's frames to its answer: decode, call the operation's handler, answer.
+
+How an operation is handled (`Order`):
+
+    NOW        the handler returns its result at once
+    IN_TURN    registering and unregistering: one at a time over all clients, in order of arrival
+    BESIDE     stores: a task each, at most `outstanding_requests` per client
+
+Every message ends in exactly one of: a result, an error frame, a legacy failure, a counted silence (a legacy client and
+an operation without failing result), a counted drop (no frames to echo). An error frame goes to whoever can read one:
+clients that have said hello, and whoever uses an operation that only native clients know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+from lmcache_qprotocol.codec import decode_request, decode_uid, encode_error, encode_result
+from lmcache_qprotocol.errors import ErrorCode, ProtocolError, QServerError, RequestError
+from lmcache_qprotocol.limits import MAX_FRAMES, Limits
+from lmcache_qprotocol.messages import ReplyMeta
+from lmcache_qprotocol.operations import BY_WIRE, SILENCE, Operation
+
+from lmcache_qserver.wire.clients import Client, Clients
+from lmcache_qserver.wire.complaints import Complaints
+from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
+
+log = logging.getLogger(__name__)
+
+Payloads = tuple[Any, ...]
+Send = Callable[[bytes, list[bytes]], None]
+
+
+class Order(Enum):
+    """When a handler runs; see the file's head."""
+
+    NOW = "now"
+    IN_TURN = "in turn"
+    BESIDE = "beside"
+
+
+class Handler(NamedTuple):
+    """One row of the dispatch table. `call` returns an awaitable unless the order is NOW.
+
+    Attributes:
+        while_stopping: served while the daemon drains.
+    """
+
+    order: Order
+    call: Callable[[Client, Payloads], Any]
+    while_stopping: bool = True
+
+
+class _Echo(NamedTuple):
+    """What an answer needs of its request."""
+
+    client: Client
+    uid: bytes
+    op_frame: bytes
+    operation: Operation | None
+
+
+class Dispatcher:
+    """Serves one message at a time; `start` and `stop` bracket its life on the loop.
+
+    Args:
+        handlers: by operation name.
+        send: puts an answer on the socket; must not block.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        clients: Clients,
+        counts: WireCounts,
+        send: Send,
+        *,
+        boot_id: bytes,
+        limits: Limits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._handlers = handlers
+        self._clients = clients
+        self._counts = counts
+        self._send = send
+        self._limits = limits
+        self._clock = clock
+        self._boot_id = boot_id
+        self._meta = ReplyMeta(boot_id)
+        self._complaints = Complaints(log)
+        self._turns: asyncio.Queue[tuple[_Echo, Awaitable[Any]]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._worker: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    def start(self) -> None:
+        """Begin to serve; call it on the loop, before the first message."""
+        self._worker = asyncio.create_task(self._take_turns())
+
+    def refuse_new_work(self) -> None:
+        """From now on nothing that could take long is begun."""
+        self._stopping = True
+
+    async def finish(self) -> None:
+        """Wait until everything that was begun has been answered."""
+        await self._turns.join()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def stop(self) -> None:
+        """Cancel what is still running; nothing is answered any more."""
+        tasks = [*self._tasks, *([self._worker] if self._worker else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while not self._turns.empty():
+            _, coroutine = self._turns.get_nowait()
+            if isinstance(coroutine, Coroutine):
+                coroutine.close()
+
+    def handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        """Serve one message. Never raises, whatever the frames hold.
+
+        Args:
+            frames: without the routing identity.
+        """
+        now = self._clock()
+        client = self._clients.seen(identity, now)
+        try:
+            uid, op_frame = decode_uid(frames[:2])
+        except ProtocolError as error:
+            self._counts.unanswerable += 1
+            self._complaints.say(f"dropped a message that can't be answered: {error.message}", now)
+            return
+        operation = _operation(op_frame)
+        echo = _Echo(client or Client(identity, now), uid, op_frame, operation)
+        try:
+            if client is None:
+                raise RequestError(ErrorCode.BUSY, "too many clients; try again in some minutes")
+            self._serve(echo, frames)
+        except QServerError as error:
+            self._fail(echo, error)
+        except Exception:
+            self._fail(echo, _internal(echo))
+
+    def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
+        self._check_size(frames)
+        request = decode_request(frames)
+        handler = self._handlers[request.operation.name]
+        if self._stopping and not handler.while_stopping:
+            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping; connect again later")
+        if handler.order is Order.NOW:
+            self._answer(echo, handler.call(echo.client, request.payloads))
+            return
+        if echo.client.outstanding >= self._limits.outstanding_requests:
+            raise RequestError(
+                ErrorCode.BUSY, f"{echo.client.outstanding} requests are unanswered; wait for some of them"
+            )
+        work = handler.call(echo.client, request.payloads)
+        echo.client.outstanding += 1
+        if handler.order is Order.IN_TURN:
+            self._turns.put_nowait((echo, work))
+            return
+        task = asyncio.create_task(self._finish_one(echo, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _check_size(self, frames: Sequence[bytes]) -> None:
+        if len(frames) > MAX_FRAMES:
+            raise ProtocolError(ErrorCode.BAD_FRAME, f"a message has at most {MAX_FRAMES} frames, not {len(frames)}")
+        nbytes = sum(map(len, frames))
+        if nbytes > self._limits.message_bytes:
+            raise RequestError(
+                ErrorCode.TOO_LARGE, f"a message has at most {self._limits.message_bytes} bytes, not {nbytes}; split it"
+            )
+
+    async def _take_turns(self) -> None:
+        while True:
+            echo, work = await self._turns.get()
+            try:
+                await self._finish_one(echo, work)
+            finally:
+                self._turns.task_done()
+
+    async def _finish_one(self, echo: _Echo, work: Awaitable[Any]) -> None:
+        try:
+            self._answer(echo, await work)
+        except QServerError as error:
+            self._fail(echo, error)
+        except Exception:
+            self._fail(echo, _internal(echo))
+        finally:
+            echo.client.outstanding -= 1
+
+    def _answer(self, echo: _Echo, result: Any) -> None:
+        meta = self._meta if echo.client.native else None
+        frames = encode_result(echo.uid, echo.op_frame, result, meta)
+        self._count(echo, OK)
+        self._send(echo.client.identity, frames)
+
+    def _fail(self, echo: _Echo, error: QServerError) -> None:
+        client, operation = echo.client, echo.operation
+        self._count(echo, error.code.value)
+        if client.native or (operation is not None and operation.legacy_id is None):
+            meta = ReplyMeta(self._boot_id, error.code, error.message)
+            self._send(client.identity, encode_error(echo.uid, echo.op_frame, meta))
+        elif operation is not None and operation.legacy_failure is not SILENCE:
+            self._send(
+                client.identity, encode_result(echo.uid, echo.op_frame, operation.legacy_failure, None)
+            )
+        else:
+            self._counts.silenced += 1
+            self._log_silence(client, error)
+
+    def _log_silence(self, client: Client, error: QServerError) -> None:
+        if not client.silence_logged:
+            client.silence_logged = True
+            text = f"a legacy client gets no answer to its failed request: {error}"
+            self._complaints.say(text, self._clock())
+
+    def _count(self, echo: _Echo, code: str) -> None:
+        name = UNDECODED if echo.operation is None else echo.operation.name
+        self._counts.requests[name, code] += 1
+
+
+def _operation(op_frame: bytes) -> Operation | None:
+    try:
+        return BY_WIRE.get(msgspec.msgpack.decode(op_frame, type=int | str))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _internal(echo: _Echo) -> RequestError:
+    """What the client is told of an exception that nobody expected: nothing but that it happened."""
+    name = UNDECODED if echo.operation is None else echo.operation.name
+    log.exception("%s of %r failed", name, echo.client.session)
+    return RequestError(ErrorCode.INTERNAL, "the server failed at this request; its log says why")

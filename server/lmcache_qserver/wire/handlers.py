@@ -1,0 +1,137 @@
+"""What each operation does: checks that belong to the wire, then a call of the store's module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.limits import Limits
+from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply
+
+from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.wire.clients import Client, Clients, Session
+from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
+
+
+class Handlers:
+    """The handlers of all operations; `table` is the dispatch table.
+
+    Args:
+        lifeline: path of the Unix socket, for the reply to hello.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        module: QStoreModule,
+        clients: Clients,
+        *,
+        boot_id: bytes,
+        features: tuple[str, ...],
+        chunk_size: int,
+        limits: Limits,
+        lifeline: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._module = module
+        self._clients = clients
+        self._boot_id = boot_id
+        self._features = features
+        self._chunk_size = chunk_size
+        self._limits = limits
+        self._lifeline = lifeline
+        self._clock = clock
+
+    def table(self) -> dict[str, Handler]:
+        """Operation name → handler, for every operation of the protocol."""
+        return {
+            "hello": Handler(Order.NOW, self._hello),
+            "register_q_cache": Handler(Order.IN_TURN, self._register, while_stopping=False),
+            "unregister_q_cache": Handler(Order.IN_TURN, self._unregister),
+            "store_q": Handler(Order.BESIDE, self._store, while_stopping=False),
+            "get_chunk_size": Handler(Order.NOW, lambda client, payloads: self._chunk_size),
+            "ping": Handler(Order.NOW, self._ping),
+            "noop": Handler(Order.NOW, lambda client, payloads: "OK"),
+            "get_experimental": Handler(Order.NOW, lambda client, payloads: self._features),
+            "lookup_q": Handler(Order.NOW, self._lookup),
+            "retrieve_q": Handler(Order.NOW, self._retrieve, while_stopping=False),
+            "release_q": Handler(Order.NOW, self._release),
+        }
+
+    def _hello(self, client: Client, payloads: Payloads) -> HelloReply:
+        (hello,) = payloads
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_VERSION,
+                f"this server speaks protocol version {PROTOCOL_VERSION}, not {hello.protocol_version}; "
+                "install the same lmcache-qserver release on both sides",
+            )
+        session = self._clients.say_hello(client, hello)
+        assert session.token is not None
+        return HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            boot_id=self._boot_id,
+            session=session.token,
+            features=self._features,
+            chunk_size=self._chunk_size,
+            limits=self._limits,
+            lifeline=self._lifeline,
+        )
+
+    async def _register(self, client: Client, payloads: Payloads) -> None:
+        instance_id, _, model_name, world_size, _, _, _, description = payloads
+        session = client.session
+        if description is not None or session.gone:
+            _require_hello(session)
+        ring = None
+        if description is not None and session.lifeline is not None:
+            ring = session.lifeline.take_ring(description.ring_token)
+        await self._module.register_q_cache(
+            session, instance_id, model_name, world_size, description, ring, self._clock()
+        )
+        client.registered = client.registered or client.session is session
+        if session.gone:  # it went while the ring was opened: what it left behind has to go too
+            await self._module.client_gone(session, self._clock())
+
+    async def _unregister(self, client: Client, payloads: Payloads) -> None:
+        instance_id, report = payloads
+        await self._module.unregister_q_cache(client.session, instance_id, report, self._clock())
+
+    async def _store(self, client: Client, payloads: Payloads) -> Any:
+        key, instance_id, block_groups, event, proof = payloads
+        if proof is not None or client.session.gone:
+            _require_hello(client.session)
+        return await self._module.store_q(
+            client.session, key, instance_id, block_groups, event, proof, self._clock()
+        )
+
+    def _ping(self, client: Client, payloads: Payloads) -> bool:
+        instance_id, report = payloads
+        return self._module.ping(client.session, instance_id, report, self._clock())
+
+    def _lookup(self, client: Client, payloads: Payloads) -> Any:
+        (query,) = payloads
+        return self._module.lookup_q(query)
+
+    def _retrieve(self, client: Client, payloads: Payloads) -> Any:
+        (query,) = payloads
+        _require_hello(client.session)
+        if client.session.lifeline is None:
+            raise RequestError(
+                ErrorCode.LIFELINE_REQUIRED,
+                "leases need an attached lifeline: connect to the Unix socket that hello names, and attach",
+            )
+        return self._module.retrieve_q(client.session, query, self._clock())
+
+    def _release(self, client: Client, payloads: Payloads) -> None:
+        (lease_ids,) = payloads
+        _require_hello(client.session)
+        self._module.release_q(client.session, lease_ids)
+
+
+def _require_hello(session: Session) -> None:
+    if session.token is None or session.gone:
+        raise RequestError(
+            ErrorCode.HELLO_REQUIRED, "say hello first (again, if the lifeline was closed or the client was silent)"
+        )

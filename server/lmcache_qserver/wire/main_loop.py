@@ -1,0 +1,124 @@
+"""The ROUTER socket on the event loop.
+
+The socket's descriptor is edge-triggered: it becomes readable when the socket's *state* changes, not as long as messages
+wait. Two rules follow, and missing either one loses wake-ups:
+
+    - after a wake-up, read until there is nothing left (or schedule the rest: one peer must not keep the loop);
+    - after every send, look at the events again, because sending consumes the edge too.
+
+Sending never blocks. ROUTER_MANDATORY tells of peers that are gone (EHOSTUNREACH) and of peers that do not read
+(EAGAIN); either answer is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+import zmq
+
+from lmcache_qserver.wire.complaints import Complaints
+from lmcache_qserver.wire.counts import WireCounts
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 64
+"""Messages read before the loop may do something else."""
+HIGH_WATER_MESSAGES = 4096
+"""Per client and direction."""
+CLOSE_LINGER_MS = 1000
+
+
+class MainLoop:
+    """Reads messages, hands them to `handle`, sends answers.
+
+    Args:
+        handle: called with (routing identity, frames behind it); answers by `send`.
+        max_frame_bytes: a client that sends a larger frame is disconnected.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handle: Callable[[bytes, list[bytes]], None],
+        counts: WireCounts,
+        *,
+        max_frame_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._loop = loop
+        self._handle = handle
+        self._counts = counts
+        self._clock = clock
+        self._complaints = Complaints(log)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        self._fd = cast(int, self._socket.getsockopt(zmq.FD))
+        self._scheduled = False
+        self._open = False
+
+    def bind(self, endpoint: str) -> str:
+        """Bind and begin to read; the url with its real port.
+
+        Raises:
+            OSError: the address is in use, or not of this host.
+        """
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, str(error)) from None
+        self._open = True
+        self._loop.add_reader(self._fd, self._read)
+        self._read_soon()
+        return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
+        """Send an answer; one that can't be delivered is counted and dropped."""
+        if not self._open:
+            return
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._counts.undeliverable += 1
+            self._complaints.say(f"an answer could not be delivered: {error}", self._clock())
+        self._read_soon()
+
+    def close(self) -> None:
+        """Stop reading; what has been sent still goes out for up to a second."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._fd)
+        self._socket.close()
+        self._context.term()
+
+    def _read_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._read_scheduled)
+
+    def _read_scheduled(self) -> None:
+        self._scheduled = False
+        self._read()
+
+    def _read(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._open:
+                return
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(identity, frames)
+            except Exception:  # a raise here would leave the rest of the messages without a wake-up
+                log.exception("handling a message failed")
+        self._read_soon()

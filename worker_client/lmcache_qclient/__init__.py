@@ -1,0 +1,1 @@
+"""What runs inside a vLLM worker, and the SDK: capture of queries, and reading them back."""

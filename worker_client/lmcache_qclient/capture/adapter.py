@@ -1,0 +1,279 @@
+"""QRingBufferAdapter: the only place of the worker that speaks to the server.
+
+Threads: everything here runs on the engine's thread, but for `_on_lost` and `_on_restored`, which the heartbeat's thread
+calls; those only register again and set flags. Whose are a ring block's bytes? The ledger's while its chunk is open, the
+adapter's from `submit_q_store_request` until the server has answered. Without an answer the blocks wait in quarantine
+until the copy is known to be over: the server's process has died, or has taken our ring anew (it drains the old one first).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_qclient.capture.account import Account
+from lmcache_qclient.capture.in_flight import InFlight, verdict
+from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.ring import QRingBuffer
+from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.health import Heartbeat
+from lmcache_qprotocol.keys import feature_model_name
+from lmcache_qprotocol.layout import Layout, layout_id
+from lmcache_qprotocol.messages import HelloReply, RangeKey, RingDescription, StoreProof, WorkerReport
+from lmcache_qprotocol.operations import REGISTER_Q_CACHE, STORE_Q, UNREGISTER_Q_CACHE
+from lmcache_qprotocol.reasons import LossReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransferContext:
+    """The geometry that both sides have agreed on: tokens per chunk, and ring blocks per chunk."""
+
+    tokens_per_chunk: int
+    blocks_in_chunk: int
+
+
+@dataclass(frozen=True)
+class _Registration:
+    ring: QRingBuffer
+    layout: Layout
+    description_size: int
+
+
+class QRingBufferAdapter:
+    """See the head of this file.
+
+    Args:
+        connection: an open connection.
+        instance_id: the engine's id of this worker's KV cache.
+        model_name: as the engine calls it, without a feature's suffix.
+        world_size: TP size times PP size.
+        rank: this worker's.
+        account: where results are counted.
+        timeout_s: for registering, seconds.
+        heartbeat_interval_s: between two pings, seconds.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        instance_id: str,
+        model_name: str,
+        world_size: int,
+        rank: int,
+        account: Account,
+        timeout_s: float = 10.0,
+        heartbeat_interval_s: float = 10.0,
+    ) -> None:
+        self.connection = connection
+        self.instance_id = instance_id
+        self.model_name = model_name
+        self.world_size = world_size
+        self.rank = rank
+        self.account = account
+        self.context: TransferContext | None = None
+        self._timeout_s = timeout_s
+        self._registration: _Registration | None = None
+        self._layout_id = b""
+        self._in_flight: dict[int, InFlight] = {}
+        self._quarantine: list[FinishedChunk] = []
+        self._copies_over = False
+        self._sequence = itertools.count()
+        self._report: WorkerReport = account.report()
+        self._refused: set[LossReason] = set()
+        self._heartbeat = Heartbeat(
+            connection,
+            interval_s=heartbeat_interval_s,
+            on_lost=self._on_lost,
+            on_restored=self._on_restored,
+            ping_payloads=lambda: (self.instance_id, self._report),
+        )
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Feature names that the server stores."""
+        return self.connection.hello.features
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """The server's chunk size."""
+        return self.connection.hello.chunk_size
+
+    def establish_transfer_context(self, ring_block_size: int) -> TransferContext:
+        """Agree on the geometry; called when the engine registers its KV caches."""
+        chunk = self.tokens_per_chunk
+        self.context = TransferContext(chunk, chunk // ring_block_size)
+        return self.context
+
+    # --- registering ------------------------------------------------------------------------------------------
+
+    def register_q_ring(self, ring: QRingBuffer, layout: Layout) -> None:
+        """Tell the server about the ring.
+
+        Raises:
+            RuntimeError: no transfer context: register KV caches first.
+            ConnectionError: no answer in time, or no Unix socket to pass memory over.
+            RequestError: the server refused.
+        """
+        if self.context is None:
+            raise RuntimeError("no transfer context: register KV caches first, then the query ring")
+        block_size = self.context.tokens_per_chunk // self.context.blocks_in_chunk
+        if ring.block_size != block_size:
+            raise ValueError(f"the ring's block size is {ring.block_size}, the transfer context's {block_size}")
+        self._registration = _Registration(ring, layout, block_size)
+        self._layout_id = layout_id(layout)
+        self._send_registration()
+
+    def _send_registration(self) -> None:
+        registration = self._registration
+        if registration is None or self.context is None:
+            return
+        ring, lifeline = registration.ring, self.connection.lifeline
+        if lifeline is None or ring.memory is None:
+            raise ConnectionError(
+                "the server's lifeline (a Unix socket) is not reachable from here, and the ring goes over it: "
+                "run the server on this host, or mount its runtime directory into this container"
+            )
+        token = lifeline.offer_ring(ring.memory.fd, ring.nbytes)
+        description = RingDescription(
+            layout=registration.layout,
+            num_blocks=ring.num_blocks,
+            block_size=ring.block_size,
+            chunk_size=self.context.tokens_per_chunk,
+            ring_token=token,
+            stamps_offset=ring.stamps_offset,
+        )
+        payloads = (self.instance_id, (), self.model_name, self.world_size, "vllm", {}, (), description)
+        self.connection.link.call(REGISTER_Q_CACHE, payloads, self._timeout_s)
+
+    def reregister_q_ring(self) -> None:
+        """Register the same ring again, after the server came back; nothing if no ring was ever built.
+
+        Raises:
+            ConnectionError, RequestError: as `register_q_ring`.
+        """
+        self._send_registration()
+
+    def shutdown_q_ring(self, deadline_s: float = 5.0) -> None:
+        """Wait for stores under way, then tell the server that the ring goes; a time-out is a warning only."""
+        deadline = time.monotonic() + deadline_s
+        for item in list(self._in_flight.values()):
+            try:
+                item.future.exception(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                break
+        self.reclaim_finished_q_stores()
+        self.update_report()
+        self._heartbeat.stop()
+        if self._registration is not None:
+            try:
+                payloads = (self.instance_id, self._report)
+                self.connection.link.call(UNREGISTER_Q_CACHE, payloads, min(deadline_s, self._timeout_s))
+            except Exception as error:  # noqa: BLE001 - shutting down goes on whatever the server does
+                logger.warning("could not unregister the query ring, shutdown goes on: %s", error)
+        self._registration = None
+        self.connection.close()
+
+    # --- storing ----------------------------------------------------------------------------------------------
+
+    def submit_q_store_request(self, chunk: FinishedChunk) -> int | None:
+        """Send one STORE_Q; the blocks come back through `reclaim_finished_q_stores`.
+
+        Returns:
+            The store's sequence number; None when nothing was sent (the tokens are counted, the blocks free again).
+        """
+        self._heartbeat.start()
+        if not self._heartbeat.healthy:
+            self._settle(chunk, LossReason.SERVER_UNAVAILABLE)
+            return None
+        key = RangeKey(
+            model_name=feature_model_name(self.model_name, "transfer_query"),
+            world_size=self.world_size,
+            worker_id=self.rank,
+            start=chunk.start,
+            end=chunk.end,
+            request_id=chunk.request_id,
+            cache_salt=chunk.cache_salt,
+            chunk_hashes=(chunk.chunk_hash,),
+            layout_id=self._layout_id,
+        )
+        payloads = (key, self.instance_id, (chunk.blocks,), b"", StoreProof(nonces=(chunk.nonce,)))
+        sequence = next(self._sequence)
+        self._in_flight[sequence] = InFlight(chunk, self.connection.link.submit(STORE_Q, payloads))
+        return sequence
+
+    def reclaim_finished_q_stores(self) -> int:
+        """Give the blocks of finished stores back and count their tokens; never waits.
+
+        Returns:
+            Stores that have ended.
+        """
+        done = [sequence for sequence, item in self._in_flight.items() if item.future.done()]
+        for sequence in done:
+            item = self._in_flight.pop(sequence)
+            end = verdict(item.future)
+            if end.reason is not None and end.reason not in self._refused:
+                self._refused.add(end.reason)
+                logger.warning("queries not stored (%s; logged once): %s", end.reason.value, end.message)
+            if end.copy_over:
+                self._settle(item.chunk, end.reason)
+            else:
+                self._count(item.chunk, end.reason)
+                self._quarantine.append(item.chunk)
+        self._release_quarantine()
+        return len(done)
+
+    @property
+    def stores_under_way(self) -> int:
+        """Stores without an answer yet."""
+        return len(self._in_flight)
+
+    def update_report(self) -> None:
+        """Take the snapshot that the next ping carries; called once a step by the engine's thread."""
+        usage = self._registration.ring.usage() if self._registration is not None else (0, 0, 0, 0)
+        self._report = self.account.report(usage[0], usage[2], usage[3])
+
+    def _settle(self, chunk: FinishedChunk, reason: LossReason | None) -> None:
+        self._count(chunk, reason)
+        self._free(chunk.blocks)
+
+    def _count(self, chunk: FinishedChunk, reason: LossReason | None) -> None:
+        if reason is None:
+            self.account.captured += chunk.tokens
+        else:
+            self.account.lose(reason, chunk.tokens)
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        if self._registration is not None:
+            self._registration.ring.free(blocks)
+
+    def _release_quarantine(self) -> None:
+        if not self._quarantine:
+            self._copies_over = False
+            return
+        lifeline = self.connection.lifeline
+        if self._copies_over or (lifeline is not None and not lifeline.is_open()):
+            quarantine, self._quarantine = self._quarantine, []
+            for chunk in quarantine:
+                self._free(chunk.blocks)
+            self._copies_over = False
+
+    # --- called by the heartbeat's thread -----------------------------------------------------------------------
+
+    def _on_lost(self) -> None:
+        logger.warning("the query server is unavailable: queries are counted as server_unavailable until it is back")
+
+    def _on_restored(self, hello: HelloReply) -> None:
+        if self.context is not None and hello.chunk_size != self.context.tokens_per_chunk:
+            raise ConnectionError(
+                f"the server came back with chunk size {hello.chunk_size}, this engine runs with "
+                f"{self.context.tokens_per_chunk}: restart the engine, or the server with its former chunk size"
+            )
+        self.reregister_q_ring()
+        self._copies_over = True
+        logger.info("the query server is back: capture goes on")

@@ -1,0 +1,125 @@
+"""Which ring row a row of the forward pass belongs to, by the cache slot that it writes. Pure.
+
+Row r of a step's query writes its KV to cache slot `slot_mapping[r]`; every slot is written at most once a step, so equal
+slots are the same token. Rows are never given to tokens by their position in the batch. A row without a match (another
+request's, padding, slot -1) gets no ring row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache_qclient.capture.ledger import Run
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The rows that a step wants, sorted by cache slot. All arrays are int64 `[n]`.
+
+    Attributes:
+        engine_slots: ascending cache slots.
+        ring_slots: ring slot of each.
+        stamps: stamp of each.
+        owners: index into `request_ids` of each.
+        request_ids: the step's requests.
+    """
+
+    engine_slots: Slots
+    ring_slots: Slots
+    stamps: Slots
+    owners: Slots
+    request_ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.engine_slots)
+
+
+def targets_of(runs: Sequence[Run]) -> Targets:
+    """Runs spelled out row by row."""
+    lengths = np.array([run.length for run in runs], dtype=np.int64)
+    request_ids = tuple(dict.fromkeys(run.request_id for run in runs))
+    number = {request_id: index for index, request_id in enumerate(request_ids)}
+    ramp = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+    def spell(starts: list[int]) -> Slots:
+        rows: Slots = np.repeat(np.array(starts, dtype=np.int64), lengths) + ramp
+        return rows
+
+    engine_slots = spell([run.engine_slot for run in runs])
+    order = np.argsort(engine_slots, kind="stable")
+    owners = np.repeat(np.array([number[run.request_id] for run in runs], dtype=np.int64), lengths)
+    return Targets(
+        engine_slots[order],
+        spell([run.ring_slot for run in runs])[order],
+        spell([run.stamp for run in runs])[order],
+        owners[order],
+        request_ids,
+    )
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Where the rows of one step go.
+
+    Attributes:
+        ring_slots: int64 `[rows]`; -1 drops the row.
+        stamps: int64 `[rows]`; only meaningful where ring_slots is not -1.
+        unmatched: requests of which at least one wanted row is missing, or there more than once.
+    """
+
+    ring_slots: Slots
+    stamps: Slots
+    unmatched: tuple[str, ...]
+
+
+def attribute(slot_mapping: Slots, targets: Targets) -> Attribution:
+    """Match rows to targets.
+
+    Args:
+        slot_mapping: int64 `[rows]`, the cache slot of each row; -1 for padding.
+        targets: what the step wants.
+    """
+    if not len(targets):
+        nowhere = np.full(len(slot_mapping), -1, dtype=np.int64)
+        return Attribution(nowhere, nowhere, ())
+    place = np.minimum(np.searchsorted(targets.engine_slots, slot_mapping), len(targets) - 1)
+    found = targets.engine_slots[place] == slot_mapping
+    # A slot wanted by two requests would be found for the first alone: the other's count stays 0.
+    hits = np.bincount(place[found], minlength=len(targets))
+    bad_owners = np.unique(targets.owners[hits != 1])
+    good = found & ~np.isin(targets.owners[place], bad_owners)
+    return Attribution(
+        np.where(good, targets.ring_slots[place], -1),
+        np.where(good, targets.stamps[place], -1),
+        tuple(targets.request_ids[owner] for owner in bad_owners),
+    )
+
+
+@dataclass(frozen=True)
+class CopyRun:
+    """Rows [row, row + length) of the query go to ring slots [slot, slot + length), inside one ring block."""
+
+    row: int
+    slot: int
+    length: int
+
+
+def copy_runs(ring_slots: Slots, block_size: int) -> list[CopyRun]:
+    """Neighbouring rows with neighbouring slots, joined."""
+    rows = np.flatnonzero(ring_slots >= 0)
+    if not len(rows):
+        return []
+    slots = ring_slots[rows]
+    breaks = (np.diff(rows) != 1) | (np.diff(slots) != 1) | (slots[1:] % block_size == 0)
+    starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    lengths = np.diff(np.concatenate([starts, [len(rows)]]))
+    return [
+        CopyRun(int(row), int(slot), int(length))
+        for row, slot, length in zip(rows[starts], slots[starts], lengths, strict=True)
+    ]

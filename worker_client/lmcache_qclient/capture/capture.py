@@ -1,0 +1,199 @@
+"""QRingBufferCapture: one worker's capture, step by step.
+
+    begin_step(meta)                    the ledger decides which rows go where
+    save_q_layer(name, query, slots)    for every attention layer, from inside the forward pass
+    batched_submit_qstore_requests(e)   at the forward's exit: stamps, then one STORE_Q per finished chunk
+    reclaim()                           gives the blocks of finished stores back
+
+The first layer of a step attributes the rows; every later layer reuses that, so all layers put the same tokens into the
+same ring rows. A step that goes wrong is given up as a whole: its chunks are dropped and counted, the next step starts clean.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmcache_qclient.capture.adapter import QRingBufferAdapter
+from lmcache_qclient.capture.attribution import (
+    Attribution,
+    CopyRun,
+    Targets,
+    attribute,
+    copy_runs,
+    targets_of,
+)
+from lmcache_qclient.capture.geometry import Geometry, geometry_of, ring_block_size
+from lmcache_qclient.capture.ledger import Ledger
+from lmcache_qclient.capture.ring import QRingBuffer
+from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
+from lmcache_qclient.capture.step import StepMeta
+from lmcache_qprotocol.reasons import LossReason
+from lmcache_qprotocol.stamps import NONCE_LIMIT
+
+logger = logging.getLogger(__name__)
+
+
+class QRingBufferCapture:
+    """See the head of this file.
+
+    Args:
+        adapter: the way to the server.
+        settings: how large the ring may be.
+    """
+
+    def __init__(self, adapter: QRingBufferAdapter, settings: RingSettings) -> None:
+        self.adapter = adapter
+        self.settings = settings
+        self.geometry: Geometry | None = None
+        self.ring: QRingBuffer | None = None
+        self.ledger: Ledger | None = None
+        self._layer_index: dict[str, int] = {}
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._targets: Targets | None = None
+        self._rows: Attribution | None = None
+        self._runs: list[CopyRun] = []
+        self._rows_needed = 0
+        self._layers_written: set[int] = set()
+
+    def setup_q_ring(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> None:
+        """Build the ring for this rank's attention layers and register it; without any, warn and capture nothing.
+
+        Raises:
+            NotImplementedError: the engine's cache is not in host memory.
+            ConnectionError, RequestError: from `register_q_ring`.
+        """
+        geometry = geometry_of(kv_caches, kv_cache_config, vllm_config)
+        if geometry is None:
+            logger.warning("no attention layer on this rank: no queries are captured here")
+            return
+        if geometry.device.type != "cpu":
+            raise NotImplementedError(
+                f"queries are captured on CPU engines so far, this one runs on {geometry.device.type}: "
+                "set lmcache.mp.transfer_intermediate_tensors to false"
+            )
+        chunk_size = self.adapter.tokens_per_chunk
+        block_size = ring_block_size(geometry.engine_block_size, chunk_size)
+        blocks = ring_blocks(self.settings, geometry.layout, block_size, chunk_size, vllm_config.scheduler_config)
+        self.adapter.establish_transfer_context(block_size)
+        ring = QRingBuffer(
+            len(geometry.layer_names), blocks.total, block_size, geometry.layout.hidden_dim, geometry.dtype
+        )
+        ring.populate(blocks.steps)
+        self.ledger = Ledger(
+            chunk_size=chunk_size,
+            block_size=block_size,
+            engine_block_size=geometry.engine_block_size,
+            allocate=ring.allocate,
+            free=ring.free,
+            account=self.adapter.account,
+            first_nonce=1 + secrets.randbelow(NONCE_LIMIT - 1),
+        )
+        self.geometry, self.ring = geometry, ring
+        self._layer_index = {name: index for index, name in enumerate(geometry.layer_names)}
+        self.adapter.register_q_ring(ring, geometry.layout)
+        logger.info(
+            "query ring: %d blocks of %d tokens, %d layers x %d elements of %s, %.1f MiB (outside the engine's budget)",
+            blocks.total,
+            block_size,
+            ring.num_layers,
+            ring.hidden_dim,
+            geometry.layout.dtype,
+            ring.nbytes / 2**20,
+        )
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def begin_step(self, meta: StepMeta) -> None:
+        """Plan the step; before its forward pass."""
+        self._forget_step()
+        if self.ledger is None or self.ring is None:
+            return
+        plan = self.ledger.begin_step(meta)
+        self.ring.clear_blocks(plan.clear_blocks)
+        for slot, length in plan.clear_rows:
+            self.ring.clear_rows(slot, length)
+        if plan.runs:
+            self._targets = targets_of(plan.runs)
+
+    def save_q_layer(self, layer_name: str, query: torch.Tensor, slot_mapping: torch.Tensor | None) -> None:
+        """Catch one layer's rows; nothing in a step without rows to capture, or already given up.
+
+        Args:
+            layer_name: the engine's name.
+            query: `[rows, heads, head_dim]` or `[rows, hidden_dim]`; rows may be padded at the end.
+            slot_mapping: int64 `[rows]`, cache slots of the reference layer; -1 for padding.
+        """
+        layer = self._layer_index.get(layer_name)
+        if self._targets is None or self.ring is None or layer is None or slot_mapping is None:
+            return
+        if self._rows is None:
+            self._attribute(slot_mapping[: len(query)])
+        if len(query) < self._rows_needed:
+            raise ValueError(f"{layer_name} brought {len(query)} rows, the step needs {self._rows_needed}")
+        self.ring.write_runs(layer, query, self._runs)
+        self._layers_written.add(layer)
+
+    def _attribute(self, slot_mapping: torch.Tensor) -> None:
+        assert self._targets is not None and self.ledger is not None and self.ring is not None
+        rows = attribute(slot_mapping.numpy(), self._targets)
+        for request_id in rows.unmatched:
+            self.ledger.leave_out(request_id, LossReason.UNMATCHED)
+        self._rows = rows
+        self._runs = copy_runs(rows.ring_slots, self.ring.block_size)
+        self._rows_needed = max((run.row + run.length for run in self._runs), default=0)
+
+    def give_up_step(self, reason: LossReason) -> None:
+        """Drop what this step has captured; the next step starts clean."""
+        self._forget_step()
+        if self.ledger is not None:
+            self.ledger.give_up(reason)
+
+    def batched_submit_qstore_requests(self, event: bytes | None) -> None:
+        """Submit what the step has finished; the plan is consumed.
+
+        Args:
+            event: handle of the device event that the copy waits for, b"" where there is none to wait for (CPU). None:
+                no event could be had, every block reserved in this step goes back and is counted.
+        """
+        if self.ledger is None or self.ring is None:
+            return
+        if self._targets is not None:
+            self._close_step(event)
+        self._forget_step()
+        for chunk in self.ledger.end_step():
+            self.adapter.submit_q_store_request(chunk)
+
+    def _close_step(self, event: bytes | None) -> None:
+        assert self.ledger is not None and self.ring is not None
+        if event is None:
+            self.ledger.give_up(LossReason.CAPTURE_DISABLED)
+        elif len(self._layers_written) != self.ring.num_layers or self._rows is None:
+            self.ledger.give_up(LossReason.LAYER_MISSING)
+        else:
+            kept = np.flatnonzero(self._rows.ring_slots >= 0)
+            self.ring.stamp(
+                torch.from_numpy(self._rows.ring_slots[kept]), torch.from_numpy(self._rows.stamps[kept])
+            )
+
+    def reclaim(self) -> None:
+        """Give the blocks of finished stores back, and renew the report to the server."""
+        self.adapter.reclaim_finished_q_stores()
+        self.adapter.update_report()
+
+    def shutdown(self) -> None:
+        """Store what is whole, count the rest, leave the server."""
+        if self.ledger is not None:
+            self.ledger.give_up(LossReason.CAPTURE_DISABLED)
+            for chunk in self.ledger.flush():
+                self.adapter.submit_q_store_request(chunk)
+        self.adapter.shutdown_q_ring()
+        if self.ring is not None:
+            self.ring.close()

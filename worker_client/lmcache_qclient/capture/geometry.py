@@ -1,0 +1,126 @@
+"""What a rank's attention layers look like, read from the engine's configuration. Duck-typed: no engine is imported."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lmcache_qprotocol.layout import Layout
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One rank's queries.
+
+    Attributes:
+        layer_names: the engine's names of the attention layers, in the order of the ring's layers.
+        reference_layer: the layer whose slot mapping attributes the rows of all layers.
+        group_index: the cache group of that layer; `block_ids` come from it.
+        engine_block_size: tokens per block of that group.
+        layout: what is stored.
+        dtype: of the rows.
+        device: where the engine keeps its cache.
+    """
+
+    layer_names: tuple[str, ...]
+    reference_layer: str
+    group_index: int
+    engine_block_size: int
+    layout: Layout
+    dtype: torch.dtype
+    device: torch.device
+
+
+def is_spec(spec: Any, name: str) -> bool:
+    """Whether a cache spec is an instance of the engine's class `name`."""
+    return any(cls.__name__ == name for cls in type(spec).__mro__)
+
+
+def attention_layers(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[str, ...]:
+    """Layers whose group's spec is an AttentionSpec, in `kv_caches` order; every layer when there are no groups."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
+    if not groups:
+        return tuple(kv_caches)
+    named = {name for group in groups if _is_attention(group.kv_cache_spec) for name in group.layer_names}
+    return tuple(name for name in kv_caches if name in named)
+
+
+def _is_attention(spec: Any) -> bool:
+    inner = getattr(spec, "kv_cache_specs", None)
+    if isinstance(inner, Mapping):
+        return any(is_spec(item, "AttentionSpec") for item in inner.values())
+    return is_spec(spec, "AttentionSpec")
+
+
+def reference_group(kv_cache_config: Any) -> tuple[int, int, str | None]:
+    """The group whose blocks and slots attribute rows: the first with full attention, else the first with attention.
+
+    Returns:
+        Its index, its block size in tokens, and its first layer; (0, 0, None) when there are no attention groups.
+    """
+    groups = list(getattr(kv_cache_config, "kv_cache_groups", None) or ())
+    attention = [index for index, group in enumerate(groups) if _is_attention(group.kv_cache_spec)]
+    if not attention:
+        return 0, 0, None
+    full = [index for index in attention if is_spec(groups[index].kv_cache_spec, "FullAttentionSpec")]
+    index = (full or attention)[0]
+    return index, int(groups[index].kv_cache_spec.block_size), groups[index].layer_names[0]
+
+
+def layer_id(layer_name: str) -> int:
+    """The layer's global index: the first number among the dotted parts of its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", layer_name)
+    if match is None:
+        raise ValueError(f"no layer number in the name {layer_name!r}")
+    return int(match.group(1))
+
+
+def geometry_of(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> Geometry | None:
+    """Read this rank's geometry; None when it has no attention layer."""
+    names = attention_layers(kv_caches, kv_cache_config)
+    if not names:
+        return None
+    group_index, block_size, reference = reference_group(kv_cache_config)
+    if reference is None or reference not in names:
+        reference = names[0]
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+    rank = int(getattr(parallel, "rank", 0)) % (tp_size * pp_size)
+    num_heads = int(model.get_num_attention_heads(parallel))
+    layout = Layout(
+        feature="transfer_query",
+        layer_ids=tuple(layer_id(name) for name in names),
+        first_head=rank % tp_size * num_heads,
+        num_heads=num_heads,
+        total_heads=num_heads * tp_size,
+        head_dim=int(model.get_head_size()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        tp_rank=rank % tp_size,
+        tp_size=tp_size,
+        pp_rank=rank // tp_size,
+        pp_size=pp_size,
+        model_revision=str(getattr(model, "revision", None) or ""),
+    )
+    return Geometry(
+        layer_names=names,
+        reference_layer=reference,
+        group_index=group_index,
+        engine_block_size=block_size or int(vllm_config.cache_config.block_size),
+        layout=layout,
+        dtype=model.dtype,
+        device=kv_caches[names[0]].device,
+    )
+
+
+def ring_block_size(engine_block_size: int, chunk_size: int) -> int:
+    """The engine's block size where it divides the chunk, else the greatest common divisor."""
+    return math.gcd(engine_block_size, chunk_size)

@@ -1,0 +1,57 @@
+"""Stores under way: who owns the ring blocks until it is known that no copy of them is running."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qprotocol.errors import QServerError
+from lmcache_qprotocol.messages import StoreResult
+from lmcache_qprotocol.reasons import LossReason
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """One STORE_Q and what it holds."""
+
+    chunk: FinishedChunk
+    future: Future[StoreResult]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a store ended.
+
+    Attributes:
+        reason: None when the chunk is stored (or was before).
+        copy_over: whether the server has said that it is done with the blocks.
+        message: for the log.
+    """
+
+    reason: LossReason | None
+    copy_over: bool
+    message: str = ""
+
+
+def verdict(future: Future[StoreResult]) -> Verdict:
+    """Read a finished future.
+
+    An answer, even an error, tells that the server is done with the blocks. No answer tells nothing: the copy may still
+    be running in a server that hangs.
+    """
+    error = future.exception()
+    if error is None:
+        return _answered(future.result())
+    if isinstance(error, QServerError):
+        return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=True, message=str(error))
+    return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=False, message=str(error))
+
+
+def _answered(result: StoreResult) -> Verdict:
+    outcome = result.outcome
+    if result.ok or (outcome is not None and not outcome.refused):
+        return Verdict(None, copy_over=True)
+    if outcome is None:
+        return Verdict(LossReason.COPY_FAILED, copy_over=True)
+    return Verdict(next(iter(outcome.refused)), copy_over=True, message=outcome.message)

@@ -1,0 +1,215 @@
+"""QRingBuffer: the paged ring that catches every layer's query rows.
+
+Layout, block-major, one allocation (dtype of the ring, then int64):
+
+    byte 0              rows    [num_blocks, num_layers, block_size, hidden_dim]   + one trash row
+    stamps_offset       stamps  [num_blocks, block_size]                           + one trash stamp
+
+Logically it is `[num_layers, num_blocks, block_size, hidden_dim]`: `tensors["lmcache_q_layer_{i}"]` are strided views
+`[num_blocks, block_size, hidden_dim]`. Block-major, because then a block of all layers is contiguous, and copying it out
+is one transfer without a gather.
+
+A ring slot is `block_id * block_size + offset`; -1 drops the row. Rows that are dropped go to the trash row, so that no
+step has to look at data on the device (a boolean mask would wait for it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lmcache_qclient.capture.attribution import CopyRun
+from lmcache_qclient.capture.blocks import BlockAllocator
+from lmcache_qclient.capture.ring_memory import RingMemory
+from lmcache_qprotocol.stamps import EMPTY, STAMP_BYTES
+
+PAGE = 4096
+_UINT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RingUsage(NamedTuple):
+    """Blocks: in all, free, used, and the most ever used."""
+
+    capacity: int
+    free: int
+    used: int
+    high_water: int
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Where a step's rows go, computed once and used by every layer.
+
+    Attributes:
+        base: int64 `[rows]`, flat row index of layer 0; the trash row or beyond for dropped rows.
+        ring_slots: int64 `[rows]`, on the ring's device.
+    """
+
+    base: torch.Tensor
+    ring_slots: torch.Tensor
+
+
+class QRingBuffer:
+    """See the head of this file.
+
+    Args:
+        num_layers, num_blocks, block_size, hidden_dim: the logical shape; hidden_dim is this rank's
+            num_q_heads * head_size.
+        dtype: of the rows.
+        device: "cpu" puts the ring into shared memory; any other device gets one plain allocation.
+
+    Raises:
+        ValueError: one of the four numbers is not positive.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        hidden_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, hidden_dim=hidden_dim)
+        bad = [f"{name}={value}" for name, value in sizes.items() if value <= 0]
+        if bad:
+            raise ValueError(f"a ring needs positive sizes; not positive: {', '.join(bad)}")
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.hidden_dim = hidden_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.memory: RingMemory | None = None
+        self.allocator = BlockAllocator(num_blocks)
+        rows = num_blocks * num_layers * block_size
+        self.rows_nbytes = (rows + 1) * hidden_dim * dtype.itemsize
+        self.stamps_offset = (self.rows_nbytes + PAGE - 1) // PAGE * PAGE
+        self.nbytes = self.stamps_offset + (num_blocks * block_size + 1) * STAMP_BYTES
+        self._trash_row = rows
+        raw = self._allocate_memory()
+        self.flat = raw[: self.rows_nbytes].view(dtype).view(rows + 1, hidden_dim)
+        self.flat_stamps = raw[self.stamps_offset :].view(torch.int64)
+        self.flat_stamps.fill_(EMPTY)
+        blocks = self.flat[:rows].view(num_blocks, num_layers, block_size, hidden_dim)
+        self.tensors: dict[str, torch.Tensor] = {
+            f"lmcache_q_layer_{layer}": blocks[:, layer] for layer in range(num_layers)
+        }
+        self._stamps = self.flat_stamps[:-1].view(num_blocks, block_size)
+        self._bits = blocks.view(_UINT_OF_SIZE[dtype.itemsize]).numpy() if self.memory is not None else None
+
+    def _allocate_memory(self) -> torch.Tensor:
+        if self.device.type == "cpu":
+            self.memory = RingMemory(self.nbytes)
+            return torch.from_numpy(self.memory.array)
+        return torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+
+    # --- blocks -----------------------------------------------------------------------------------------------
+
+    def allocate(self, n: int) -> list[int] | None:
+        """n free block ids, [] for 0, None when fewer are free.
+
+        Raises:
+            ValueError: n is negative.
+        """
+        return self.allocator.allocate(n)
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give blocks back; an id that is out of range or free already is logged and skipped."""
+        self.allocator.free(ids)
+
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now."""
+        return self.allocator.num_free
+
+    def usage(self) -> RingUsage:
+        """A snapshot."""
+        free = self.allocator.num_free
+        return RingUsage(self.num_blocks, free, self.num_blocks - free, self.allocator.high_water)
+
+    # --- rows -------------------------------------------------------------------------------------------------
+
+    def scatter(self, layer_index: int, query: torch.Tensor, ring_slots: torch.Tensor) -> None:
+        """Write one layer's rows.
+
+        Args:
+            layer_index: in [0, num_layers).
+            query: `[num_tokens, ...]`, flattened to `[num_tokens, hidden_dim]` and cast to the ring's dtype.
+            ring_slots: int64 `[num_tokens]`; -1 drops the row.
+
+        Raises:
+            ValueError: wrong layer index, or wrong width of a row.
+        """
+        self.write(layer_index, query, self.index(ring_slots))
+
+    def index(self, ring_slots: torch.Tensor) -> RowIndex:
+        """The part of `scatter` that is the same for every layer."""
+        slots = ring_slots.to(self.device, non_blocking=True)
+        block = torch.div(slots, self.block_size, rounding_mode="floor")
+        base = slots + block * ((self.num_layers - 1) * self.block_size)
+        return RowIndex(torch.where(slots < 0, self._trash_row, base), slots)
+
+    def write(self, layer_index: int, query: torch.Tensor, index: RowIndex) -> None:
+        """`scatter` with a prepared index; never waits for the device."""
+        rows = self._rows(layer_index, query)
+        target = torch.clamp(index.base + layer_index * self.block_size, max=self._trash_row)
+        self.flat.index_copy_(0, target, rows[: len(target)].to(self.dtype))
+
+    def write_runs(self, layer_index: int, query: torch.Tensor, runs: Sequence[CopyRun]) -> None:
+        """`scatter` by plain copies of neighbouring rows: the fast way on a CPU."""
+        rows = self._rows(layer_index, query)
+        if self._bits is None or rows.dtype != self.dtype or rows.device.type != "cpu":
+            layer = self.tensors[f"lmcache_q_layer_{layer_index}"]
+            for run in runs:
+                block, offset = divmod(run.slot, self.block_size)
+                layer[block, offset : offset + run.length] = rows[run.row : run.row + run.length]
+            return
+        source = rows.detach().view(_UINT_OF_SIZE[self.dtype.itemsize]).numpy()
+        for run in runs:
+            block, offset = divmod(run.slot, self.block_size)
+            np.copyto(
+                self._bits[block, layer_index, offset : offset + run.length],
+                source[run.row : run.row + run.length],
+            )
+
+    def _rows(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
+        if not 0 <= layer_index < self.num_layers:
+            raise ValueError(f"layer index {layer_index} is not in [0, {self.num_layers})")
+        width = query[0].numel() if len(query) else self.hidden_dim
+        if width != self.hidden_dim:
+            raise ValueError(
+                f"a row of the query has {width} elements, the ring's rows have {self.hidden_dim}: "
+                "check head count and head size"
+            )
+        return query.reshape(len(query), self.hidden_dim)
+
+    # --- stamps -----------------------------------------------------------------------------------------------
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Set the stamps of whole blocks to EMPTY, before any of their rows is written."""
+        if block_ids:
+            self._stamps[torch.tensor(block_ids, device=self.device)] = EMPTY
+
+    def clear_rows(self, ring_slot: int, length: int) -> None:
+        """Set the stamps of `length` neighbouring slots to EMPTY."""
+        self.flat_stamps[ring_slot : ring_slot + length] = EMPTY
+
+    def stamp(self, ring_slots: torch.Tensor, stamps: torch.Tensor) -> None:
+        """Stamp rows, after the last layer has been written. Both int64 `[rows]`; slot -1 stamps nothing."""
+        trash = self.num_blocks * self.block_size
+        self.flat_stamps.index_copy_(0, torch.where(ring_slots < 0, trash, ring_slots), stamps.to(self.device))
+
+    def populate(self, num_blocks: int) -> None:
+        """Touch the memory of the first `num_blocks` blocks, and all stamps, ahead of use."""
+        if self.memory is not None:
+            self.memory.populate(self.rows_nbytes * min(num_blocks, self.num_blocks) // self.num_blocks)
+
+    def close(self) -> None:
+        """Give the shared memory's descriptor back; the tensors stay usable."""
+        if self.memory is not None:
+            self.memory.close()

@@ -1,0 +1,67 @@
+"""What one engine step does to its requests, in words that know no engine.
+
+The engine's scheduler side fills these in (vllm/schedule.py), the ledger reads them (ledger.py). They travel from the
+scheduler's process to the worker's with the step's own metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lmcache_qprotocol.identity import PLAIN, Identity
+from lmcache_qprotocol.reasons import LossReason
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One request's part of a step.
+
+    Attributes:
+        request_id: the engine's id.
+        start: first position computed in this step.
+        count: positions computed; the step covers [start, start + count).
+        block_ids: the engine's cache blocks of the reference group from block `start // engine_block_size` on; they
+            cover the whole range.
+        settled: once the forward is done, positions below this can't be taken back (drafts lie at or above it).
+        new_tokens: token ids that have become known since the last step, in order without a gap.
+        first: the request is seen for the first time; `cache_salt`, `identity` and `skip` count then.
+        resumed: the request was preempted and begins again at `start`.
+        cache_salt: part of the key.
+        identity: what besides token ids the tensors depend on.
+        skip: why this request is not captured at all; None to capture it.
+    """
+
+    request_id: str
+    start: int
+    count: int
+    block_ids: tuple[int, ...]
+    settled: int
+    new_tokens: tuple[int, ...] = ()
+    first: bool = False
+    resumed: bool = False
+    cache_salt: str = ""
+    identity: Identity = PLAIN
+    skip: LossReason | None = None
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request that has ended, for whatever cause.
+
+    Attributes:
+        request_id: the engine's id.
+        num_tokens: its final length; rows at or beyond it were computed in vain. None when unknown.
+        new_tokens: as in `RequestStep`.
+    """
+
+    request_id: str
+    num_tokens: int | None = None
+    new_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepMeta:
+    """One engine step: what ended before it, then what it computes."""
+
+    requests: tuple[RequestStep, ...] = ()
+    finished: tuple[FinishedRequest, ...] = field(default=())

@@ -1,0 +1,104 @@
+"""The dispatcher: one call of the connector fans out to every feature, and no exception of ours reaches the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lmcache_qclient.capture.adapter import QRingBufferAdapter
+from lmcache_qclient.capture.ring_size import RingSettings
+from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.features.feature import Feature, Tensors
+from lmcache_qclient.features.registry import FEATURE_REGISTRY
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Fans the engine's hooks out to features.
+
+    `register` may raise: a wrong configuration should stop the engine's start. Everything after it must not: a feature
+    whose hook raises gives the step up, which is counted, and goes on with the next step.
+    """
+
+    def __init__(self, features: Sequence[Feature]) -> None:
+        self.features = tuple(features)
+        self._logged: set[type[BaseException]] = set()
+
+    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> tuple[str, ...]:
+        """Let every feature build what it needs.
+
+        Returns:
+            Names of all layers that some feature wants to see.
+        """
+        names: dict[str, None] = {}
+        for feature in self.features:
+            names.update(dict.fromkeys(feature.register(kv_caches, kv_cache_config, vllm_config)))
+        return tuple(names)
+
+    def reference_layer(self) -> str | None:
+        """The layer whose slot mapping attributes rows."""
+        return next((name for feature in self.features if (name := feature.reference_layer()) is not None), None)
+
+    def begin_step(self, meta: StepMeta) -> None:
+        """Before a step's forward pass."""
+        self._each(lambda feature: feature.begin_step(meta))
+
+    def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None) -> None:
+        """From inside the forward pass, once a layer."""
+        self._each(lambda feature: feature.save_kv_layer(layer_name, tensors, slot_mapping))
+
+    def wait_for_save(self, event: bytes | None) -> None:
+        """At the forward's exit."""
+        self._each(lambda feature: feature.wait_for_save(event))
+
+    def reclaim(self) -> None:
+        """After every step."""
+        self._each(lambda feature: feature.reclaim())
+
+    def reregister(self) -> None:
+        """After the server came back."""
+        self._each(lambda feature: feature.reregister())
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        self._each(lambda feature: feature.shutdown())
+
+    def _each(self, call: Callable[[Feature], None]) -> None:
+        for feature in self.features:
+            try:
+                call(feature)
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong here, the engine must go on
+                self._failed(feature, error)
+
+    def _failed(self, feature: Feature, error: Exception) -> None:
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            logger.error("capture of this step failed, the engine goes on (logged once a kind)", exc_info=error)
+        try:
+            feature.step_failed()
+        except Exception:  # noqa: BLE001 - as above; the ledger itself is broken then
+            logger.exception("a failed step could not be given up")
+
+
+def init_dispatcher(
+    requested: Sequence[str], adapter: QRingBufferAdapter, settings: RingSettings
+) -> Dispatcher:
+    """Build the requested features.
+
+    Raises:
+        ValueError: a requested feature is unknown here, or not announced by the server.
+    """
+    unknown = [name for name in requested if name not in FEATURE_REGISTRY]
+    if unknown:
+        raise ValueError(f"unknown feature {', '.join(unknown)}; known: {', '.join(FEATURE_REGISTRY)}")
+    missing = [name for name in requested if name not in adapter.features]
+    if missing:
+        raise ValueError(
+            f"the server does not store {', '.join(missing)}; it announces: {', '.join(adapter.features) or 'nothing'}. "
+            "Run a server of the same version"
+        )
+    return Dispatcher([FEATURE_REGISTRY[name](adapter, settings) for name in requested])

@@ -1,0 +1,58 @@
+"""What a feature is: the hooks that the dispatcher fans out to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lmcache_qclient.capture.step import StepMeta
+
+Tensors = Mapping[str, torch.Tensor]
+"""What a hook can see of one attention layer: "q" `[rows, heads, head_dim]`, later also "k", "v", "o"."""
+
+
+class Feature(ABC):
+    """One kind of intermediate tensor on one worker."""
+
+    @abstractmethod
+    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> tuple[str, ...]:
+        """Build what is needed once the engine's caches exist.
+
+        Returns:
+            Names of the attention layers whose tensors the feature wants.
+        """
+
+    @abstractmethod
+    def reference_layer(self) -> str | None:
+        """The layer whose slot mapping attributes rows; None when nothing is captured."""
+
+    @abstractmethod
+    def begin_step(self, meta: StepMeta) -> None:
+        """Before a step's forward pass."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None) -> None:
+        """From inside the forward pass, once a layer."""
+
+    @abstractmethod
+    def wait_for_save(self, event: bytes | None) -> None:
+        """At the forward's exit."""
+
+    @abstractmethod
+    def reclaim(self) -> None:
+        """After every step: take back what is free again."""
+
+    @abstractmethod
+    def reregister(self) -> None:
+        """After the server came back."""
+
+    @abstractmethod
+    def step_failed(self) -> None:
+        """One of the step's hooks has raised: drop the step, keep the feature."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """The engine ends."""

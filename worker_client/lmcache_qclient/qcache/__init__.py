@@ -1,0 +1,19 @@
+"""The SDK: find the queries of a token sequence again, as one tensor."""
+
+from lmcache_qclient.qcache.catalog import StoredLayout
+from lmcache_qclient.qcache.context import QCacheContext, connect
+from lmcache_qclient.qcache.retrieval import Lookup, MissingChunk, Retrieval
+from lmcache_qprotocol.identity import ItemIdentity, LoraIdentity
+from lmcache_qprotocol.reasons import MissReason
+
+__all__ = [
+    "ItemIdentity",
+    "Lookup",
+    "LoraIdentity",
+    "MissReason",
+    "MissingChunk",
+    "QCacheContext",
+    "Retrieval",
+    "StoredLayout",
+    "connect",
+]

@@ -1,0 +1,45 @@
+"""Seeing Q in an unpatched vLLM: `impl.forward` of every attention layer, wrapped per instance.
+
+vLLM's custom attention op looks `self.impl.forward` up each time its body runs, compiled or not, so a wrapper set on the
+instance after profiling and compilation is called in every real step. Wrapping a class, `Attention.forward` or the op
+itself is not: the first sees dummy runs of other engines in the process, the others are traced once and never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+OnQuery = Callable[[str, torch.Tensor], None]
+
+
+def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], on_query: OnQuery) -> None:
+    """Call `on_query(layer name, query)` before each layer's attention.
+
+    Args:
+        layers: vLLM's `static_forward_context`.
+        names: the layers to wrap.
+        on_query: must not raise; query is `[rows, heads, head_dim]`.
+
+    Raises:
+        NotImplementedError: a layer has no `impl.forward` with a plain query (MLA).
+    """
+    impls = {name: getattr(layers.get(name), "impl", None) for name in names}
+    strange = [name for name, impl in impls.items() if not callable(getattr(impl, "forward", None))]
+    if strange:
+        raise NotImplementedError(f"queries of these layers can't be captured yet: {', '.join(strange)}")
+    for name, impl in impls.items():
+        impl.forward = _wrapped(name, impl.forward, on_query)
+
+
+def _wrapped(name: str, forward: Callable[..., Any], on_query: OnQuery) -> Callable[..., Any]:
+    def capturing_forward(
+        layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if attn_metadata is not None:
+            on_query(name, query)
+        return forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+
+    return capturing_forward

@@ -1,0 +1,19 @@
+"""Engine configurations whose queries can't be captured rightly: refused at start, with what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Check vLLM's configuration.
+
+    Raises:
+        ValueError: context parallelism, or KV-sharing fast prefill.
+    """
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(getattr(parallel, name, 1) or 1) > 1:
+            raise ValueError(f"query capture does not work with {name} > 1: a rank sees only part of each token's slots")
+    if getattr(cache, "kv_sharing_fast_prefill", False):
+        raise ValueError("query capture does not work with kv_sharing_fast_prefill: shared layers skip prompt rows")

@@ -1,0 +1,118 @@
+"""The scheduler's side: what each step computes, told to the worker as a `StepMeta`.
+
+vLLM hands out requests and block ids piecemeal; this keeps, per request, the block ids of the reference group, how many
+token ids the worker knows, and vLLM's own `Request` (for token ids that become known later). Duck-typed: no import of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity, LoraIdentity
+from lmcache_qprotocol.limits import MAX_SALT_CHARS
+from lmcache_qprotocol.reasons import LossReason
+
+
+@dataclass
+class _Tracked:
+    request: Any
+    block_ids: list[int] = field(default_factory=list)
+    tokens_sent: int = 0
+    announced: bool = False
+
+
+class ScheduleTracker:
+    """See the head of this file.
+
+    Args:
+        group_index: the cache group whose block ids attribute rows.
+        block_size: tokens per block of that group.
+    """
+
+    def __init__(self, group_index: int, block_size: int) -> None:
+        self.group_index = group_index
+        self.block_size = block_size
+        self._requests: dict[str, _Tracked] = {}
+        self._finished: list[FinishedRequest] = []
+
+    def request_allocated(self, request: Any) -> None:
+        """vLLM gives a waiting request its blocks: new, or resumed."""
+        known = self._requests.get(request.request_id)
+        if known is None or known.request is not request:
+            self._requests[request.request_id] = _Tracked(request)
+
+    def request_finished(self, request: Any) -> None:
+        """A request has ended, for whatever cause; its final tokens go out with the next step."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and tracked.announced:
+            tokens = _tokens_from(tracked)
+            self._finished.append(FinishedRequest(request.request_id, request.num_tokens, tokens))
+
+    def build(self, output: Any) -> StepMeta:
+        """The step that a `SchedulerOutput` stands for."""
+        finished, self._finished = tuple(self._finished), []
+        steps = [self._new(data, output) for data in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            blocks, start = cached.new_block_ids[index], cached.num_computed_tokens[index]
+            resumed = request_id in cached.resumed_req_ids
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if resumed:
+                tracked.block_ids.clear()
+            if blocks is not None:
+                tracked.block_ids.extend(blocks[self.group_index])
+            steps.append(self._step(request_id, tracked, start, output, resumed))
+        return StepMeta(tuple(steps), finished)
+
+    def _new(self, data: Any, output: Any) -> RequestStep:
+        tracked = self._requests[data.req_id]
+        # Model runner V2 brings a resumed request as a new one.
+        resumed = tracked.announced
+        tracked.block_ids = list(data.block_ids[self.group_index])
+        return self._step(data.req_id, tracked, data.num_computed_tokens, output, resumed)
+
+    def _step(self, request_id: str, tracked: _Tracked, start: int, output: Any, resumed: bool) -> RequestStep:
+        count = output.num_scheduled_tokens[request_id]
+        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        first_block = start // self.block_size
+        last_block = (start + count - 1) // self.block_size
+        first = not tracked.announced
+        tracked.announced = True
+        identity, skip = _identity(tracked.request) if first else (PLAIN, None)
+        return RequestStep(
+            request_id=request_id,
+            start=start,
+            count=count,
+            block_ids=tuple(tracked.block_ids[first_block : last_block + 1]),
+            settled=start + count - drafts,
+            new_tokens=_tokens_from(tracked),
+            first=first,
+            resumed=resumed,
+            cache_salt=(tracked.request.cache_salt or "") if first and skip is None else "",
+            identity=identity,
+            skip=skip,
+        )
+
+
+def _tokens_from(tracked: _Tracked) -> tuple[int, ...]:
+    tokens: Sequence[int] = tracked.request.all_token_ids[tracked.tokens_sent :]
+    tracked.tokens_sent += len(tokens)
+    return tuple(tokens)
+
+
+def _identity(request: Any) -> tuple[Identity, LossReason | None]:
+    """What besides token ids the request's tensors depend on, and why it can't be captured, if so."""
+    salt = request.cache_salt or ""
+    if getattr(request, "prompt_embeds", None) is not None or len(salt) > MAX_SALT_CHARS:
+        # Embeddings stand where token ids are unknown: no key would be right.
+        return PLAIN, LossReason.CAPTURE_DISABLED
+    lora = request.lora_request
+    items = tuple(
+        ItemIdentity("mm", feature.identifier, feature.mm_position.offset) for feature in request.mm_features or ()
+    )
+    return Identity(None if lora is None else LoraIdentity(lora.lora_name, lora.lora_path), items), None

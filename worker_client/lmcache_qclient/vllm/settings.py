@@ -1,0 +1,93 @@
+"""The switches in vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
+from lmcache_qclient.features.registry import TRANSFER_QUERY
+
+TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
+PREFIX = "lmcache.q."
+
+KNOWN: dict[str, str] = {
+    "lmcache.q.server_url": "the server's ZeroMQ address (tcp://127.0.0.1:5555)",
+    "lmcache.q.ring_blocks": "blocks of the ring; computed when absent",
+    "lmcache.q.ring_depth": "steps of max_num_batched_tokens that the ring holds (2)",
+    "lmcache.q.ring_bytes": f"most bytes of a computed ring ({DEFAULT_RING_BYTES})",
+    "lmcache.q.connect_timeout_s": "seconds to wait for the server at start (10)",
+    "lmcache.q.heartbeat_s": "seconds between two pings (10)",
+}
+"""Every `lmcache.q.*` key and what it says; the documentation's table comes from here."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Parsed switches.
+
+    Attributes:
+        features: requested features; empty when capture is off.
+        server_url: ZeroMQ address.
+        ring: size of the ring.
+        connect_timeout_s, heartbeat_s: seconds.
+    """
+
+    features: tuple[str, ...] = ()
+    server_url: str = "tcp://127.0.0.1:5555"
+    ring: RingSettings = RingSettings()
+    connect_timeout_s: float = 10.0
+    heartbeat_s: float = 10.0
+
+
+def parse_settings(extra: Mapping[str, Any]) -> Settings:
+    """Read the switches.
+
+    Raises:
+        ValueError: an unknown `lmcache.q.*` key, or a value of the wrong kind.
+    """
+    unknown = sorted(key for key in extra if key.startswith(PREFIX) and key not in KNOWN)
+    if unknown:
+        raise ValueError(f"unknown switch {', '.join(unknown)}; known: {', '.join(KNOWN)}")
+    blocks = extra.get("lmcache.q.ring_blocks")
+    defaults = Settings()
+    return Settings(
+        features=(TRANSFER_QUERY,) if _flag(extra.get(TRANSFER, False)) else (),
+        server_url=str(extra.get("lmcache.q.server_url", defaults.server_url)),
+        ring=RingSettings(
+            blocks=None if blocks is None else max(1, _integer("lmcache.q.ring_blocks", blocks)),
+            depth=max(1, _integer("lmcache.q.ring_depth", extra.get("lmcache.q.ring_depth", 2))),
+            max_bytes=_integer("lmcache.q.ring_bytes", extra.get("lmcache.q.ring_bytes", DEFAULT_RING_BYTES)),
+        ),
+        connect_timeout_s=_seconds(extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s),
+        heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
+    )
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(f"{TRANSFER} is true or false, not {value!r}")
+
+
+def _integer(key: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} is a whole number, not {value!r}") from None
+
+
+def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
+    value = extra.get(key, default)
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} is a number of seconds, not {value!r}") from None
+    if not seconds > 0:
+        raise ValueError(f"{key} must be positive, not {value!r}")
+    return seconds
