@@ -13,7 +13,8 @@ CODE := protocol worker_client server $(wildcard tests demo benchmarks)
 # $(call install,VENV,WHAT): pip under the constraints. Shows a line per package; warnings only if it fails.
 define install
 $(1)/bin/python -m pip install --progress-bar off --constraint constraints.txt $(2) 2> $(1)/pip.log \
-	| sed -nu -e 's/^Collecting \([^ ]*\).*/[$(1)]   \1/p' -e 's/^Installing collected.*/[$(1)]   unpacking .../p' \
+	| sed -nu -e 's/^Collecting \([A-Za-z0-9._-]*\).*/[$(1)]   \1/p' -e 's#^Processing .*/\([^-/]*\)-.*#[$(1)]   \1#p' \
+		-e 's/^Installing collected.*/[$(1)]   unpacking .../p' \
 	|| { grep -v '^WARNING' $(1)/pip.log >&2; exit 1; }
 endef
 

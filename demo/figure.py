@@ -11,12 +11,15 @@ _DPI = 100
 
 
 def query_norms(queries: torch.Tensor) -> torch.Tensor:
-    """‖q‖₂ of `queries` [layers, tokens, heads, head_dim] as fp32 [layers * heads, tokens], heads of a layer adjacent."""
-    norms = torch.linalg.vector_norm(queries.detach().float(), dim=-1)  # [layers, tokens, heads]
+    """‖q‖₂ of `queries` [layers, tokens, heads, head_dim] as fp32 [layers * heads, tokens], grouped by layer."""
+    # [layers, tokens, heads]
+    norms: torch.Tensor = torch.linalg.vector_norm(queries.detach().float(), dim=-1)
     return norms.transpose(1, 2).flatten(0, 1).cpu()
 
 
-def draw_query_norms(queries: torch.Tensor, path: Path, title: str, *, chunk_size: int = 256) -> Path:
+def draw_query_norms(
+    queries: torch.Tensor, path: Path, title: str, *, chunk_size: int = 256
+) -> Path:
     """Write a PNG of 1600 x 1400 pixels to `path` and return it.
 
     `queries` is [layers, tokens, heads, head_dim] of one prompt. One row per (layer, head), layer 0 on top, thin lines
@@ -55,7 +58,9 @@ def draw_query_norms(queries: torch.Tensor, path: Path, title: str, *, chunk_siz
         axes.axhline(layer * num_heads, color="white", linewidth=0.8)
     label_every = 1 if num_layers <= 40 else 4
     labelled = range(0, num_layers, label_every)
-    axes.set_yticks([(layer + 0.5) * num_heads for layer in labelled], [str(layer) for layer in labelled])
+    axes.set_yticks(
+        [(layer + 0.5) * num_heads for layer in labelled], [str(layer) for layer in labelled]
+    )
     axes.tick_params(labelsize=12)
     axes.set_ylabel(f"layer (each with heads 0-{num_heads - 1}, head 0 on top)", fontsize=14)
 
@@ -68,7 +73,9 @@ def draw_query_norms(queries: torch.Tensor, path: Path, title: str, *, chunk_siz
     for chunk, start in enumerate(range(0, num_tokens, chunk_size)):
         end = min(start + chunk_size, num_tokens)
         whole = "" if end - start == chunk_size else ", partial"
-        if end - start >= num_tokens // 12:  # narrower than that, the words would run into the neighbour's
+        if (
+            end - start >= num_tokens // 12
+        ):  # narrower than that, the words would run into the neighbour's
             axes.annotate(
                 f"chunk {chunk}{whole}",
                 ((start + end) / 2, 1),

@@ -32,7 +32,7 @@ def count_scheduled() -> dict[str, int]:
         count["steps"] += bool(output.num_scheduled_tokens)
         return output
 
-    Scheduler.schedule = counting  # type: ignore[method-assign]
+    Scheduler.schedule = counting
     return count
 
 
@@ -54,6 +54,7 @@ def main() -> None:
         max_model_len=2048,
         max_num_batched_tokens=BATCHED_TOKENS,
         max_num_seqs=4,
+        gpu_memory_utilization=0.5,  # of host memory, on a CPU
         kv_transfer_config={
             "kv_connector": "QServerConnector",
             "kv_connector_module_path": "lmcache_qclient.vllm.connector",
@@ -69,7 +70,7 @@ def main() -> None:
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=ids) for ids in token_ids.values()],
         SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
-        use_tqdm=False,
+        use_tqdm=True,
     )
     seconds = time.monotonic() - began
     requests = [

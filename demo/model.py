@@ -72,7 +72,9 @@ def is_prepared(target: Path) -> bool:
         manifest = json.loads((target / MANIFEST).read_text("utf-8"))
         if manifest["source"] != WHEEL or not manifest["files"]:
             return False
-        return all((target / name).stat().st_size == size for name, size in manifest["files"].items())
+        return all(
+            (target / name).stat().st_size == size for name, size in manifest["files"].items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

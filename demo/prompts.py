@@ -26,7 +26,10 @@ def tokenize(tokenizer: Any) -> dict[str, list[int]]:
 
     Nothing is added (no BOS): what is asked of the engine, of the reference and of the store is this one list.
     """
-    return {prompt.name: list(tokenizer.encode(prompt.text, add_special_tokens=False)) for prompt in PROMPTS}
+    return {
+        prompt.name: list(tokenizer.encode(prompt.text, add_special_tokens=False))
+        for prompt in PROMPTS
+    }
 
 
 def _chat(system: str, question: str) -> str:
@@ -284,7 +287,10 @@ and how do I check that it is straight afterwards?<|im_end|>
 """
 
 PROMPTS: tuple[Prompt, ...] = (
-    Prompt("harbour-ferry", _chat(HARBOUR, "When does the last ferry leave before lunch, and is my bicycle welcome?")),
+    Prompt(
+        "harbour-ferry",
+        _chat(HARBOUR, "When does the last ferry leave before lunch, and is my bicycle welcome?"),
+    ),
     Prompt(
         "harbour-berth",
         _chat(

@@ -55,9 +55,10 @@ class Reference:
             for hook in hooks:
                 hook.remove()
         # [layers, heads, tokens, head_dim]: layers take the place of the batch, the positions are the same for all.
-        q = torch.stack(projected).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        shape = (len(projected), len(token_ids), self.num_heads, self.head_dim)
+        q = torch.stack(projected).view(shape).transpose(1, 2)
         cos, sin = decoder.rotary_emb(q, torch.arange(len(token_ids)).unsqueeze(0))
-        turned, _ = apply_rotary_pos_emb(q, q[:, :1], cos, sin)
+        turned: torch.Tensor = apply_rotary_pos_emb(q, q[:, :1], cos, sin)[0]
         return turned.transpose(1, 2).contiguous()
 
 
@@ -85,11 +86,17 @@ def max_relative_row_error(ours: torch.Tensor, reference: torch.Tensor) -> float
     with a threshold can't pass by accident. ValueError if the shapes differ or there is nothing to compare.
     """
     if ours.shape != reference.shape:
-        raise ValueError(f"cannot compare queries of shape {tuple(ours.shape)} with {tuple(reference.shape)}")
+        raise ValueError(
+            f"cannot compare queries of shape {tuple(ours.shape)} with {tuple(reference.shape)}"
+        )
     if ours.dim() < 3 or ours.numel() == 0:
-        raise ValueError(f"no rows to compare in shape {tuple(ours.shape)}: expected [layers, tokens, ...]")
+        raise ValueError(
+            f"no rows to compare in shape {tuple(ours.shape)}: expected [layers, tokens, ...]"
+        )
     worst = 0.0
-    for our_layer, reference_layer in zip(ours, reference, strict=True):  # a layer at a time: float64 is twice as big
+    for our_layer, reference_layer in zip(
+        ours, reference, strict=True
+    ):  # a layer at a time: float64 is twice as big
         wanted = reference_layer.flatten(1).double().cpu()
         error = our_layer.flatten(1).double().cpu() - wanted
         if not (torch.isfinite(error).all() and torch.isfinite(wanted).all()):

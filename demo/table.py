@@ -12,13 +12,22 @@ def render_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | 
     Columns of numbers are right-aligned, others left; an absent or None cell is "-". Numbers are shortened to what a
     reader compares (see `cell_text`); pass a str to show a value as it is. No trailing newline.
     """
-    names = list(columns) if columns is not None else list(dict.fromkeys(name for row in rows for name in row))
+    names = (
+        list(columns)
+        if columns is not None
+        else list(dict.fromkeys(name for row in rows for name in row))
+    )
     texts = [[cell_text(row.get(name)) for name in names] for row in rows]
-    widths = [max([_width(name), *(_width(line[i]) for line in texts)]) for i, name in enumerate(names)]
+    widths = [
+        max([_width(name), *(_width(line[i]) for line in texts)]) for i, name in enumerate(names)
+    ]
     to_right = [_is_numeric([row.get(name) for row in rows]) for name in names]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (_pad(cell, width, right) for cell, width, right in zip(cells, widths, to_right, strict=True))
+        padded = (
+            _pad(cell, width, right)
+            for cell, width, right in zip(cells, widths, to_right, strict=True)
+        )
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(names), "  ".join("-" * width for width in widths), *map(line, texts)])
@@ -43,7 +52,9 @@ def cell_text(value: object) -> str:
 
 def _is_numeric(values: Sequence[object]) -> bool:
     present = [value for value in values if value is not None]
-    return bool(present) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in present)
+    return bool(present) and all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) for v in present
+    )
 
 
 def _pad(text: str, width: int, to_right: bool) -> str:
@@ -54,5 +65,6 @@ def _pad(text: str, width: int, to_right: bool) -> str:
 def _width(text: str) -> int:
     """Terminal columns: East Asian wide characters take two, combining marks none."""
     return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        for char in text
     )

@@ -24,9 +24,28 @@ def expected_capture(request: dict[str, Any], chunk_size: int) -> int:
 
     It computes [cached, length - 1): what the prefix cache had is not computed, and the last sampled token never is.
     """
-    first = math.ceil(request["cached_tokens"] / chunk_size)
-    last = (len(request["token_ids"]) - 1) // chunk_size
+    first: int = math.ceil(request["cached_tokens"] / chunk_size)
+    last: int = (len(request["token_ids"]) - 1) // chunk_size
     return max(0, last - first) * chunk_size
+
+
+def computed_chunks(requests: list[dict[str, Any]], chunk_size: int) -> set[tuple[int, ...]]:
+    """Every chunk that some request computed as a whole, named by the tokens from the start to its end."""
+    chunks = set()
+    for request in requests:
+        tokens = request["token_ids"]
+        first = math.ceil(request["cached_tokens"] / chunk_size)
+        for end in range((first + 1) * chunk_size, len(tokens), chunk_size):
+            chunks.add(tuple(tokens[:end]))
+    return chunks
+
+
+def expected_retrieval(tokens: list[int], chunks: set[tuple[int, ...]], chunk_size: int) -> int:
+    """Tokens of the longest prefix whose chunks have all been computed by somebody."""
+    end = 0
+    while tuple(tokens[: end + chunk_size]) in chunks:
+        end += chunk_size
+    return end
 
 
 def main() -> None:
@@ -45,7 +64,7 @@ def main() -> None:
     kept: list[tuple[dict[str, Any], torch.Tensor]] = []
     retrieved_bytes, retrieve_seconds = 0, 0.0
     with connect(options.server_url, options.http_url, options.model) as cache:
-        chunk_size = cache.chunk_size
+        chunk_size = cache.layouts[0].chunk_size
         for request in engine["requests"]:
             began = time.perf_counter()
             result = cache.retrieve(request["token_ids"])
@@ -53,10 +72,9 @@ def main() -> None:
             retrieved_bytes += result.tensor.nbytes
             kept.append((request, result.tensor))
             print(f"  {request['name']}: {result.num_tokens} tokens retrieved", flush=True)
+    chunks = computed_chunks(engine["requests"], chunk_size)
     for request, tensor in kept:
         reference = reference_queries(Path(options.model), request["token_ids"])
-        whole = len(request["token_ids"]) - 1
-        whole -= whole % chunk_size
         error = max_relative_row_error(tensor, reference[:, : tensor.shape[1]])
         rows.append(
             {
@@ -64,7 +82,7 @@ def main() -> None:
                 "tokens": len(request["token_ids"]),
                 "cached": request["cached_tokens"],
                 "retrieved": tensor.shape[1],
-                "in whole chunks": whole,
+                "expected": expected_retrieval(request["token_ids"], chunks, chunk_size),
                 "max rel. row error": error,
             }
         )

@@ -24,7 +24,7 @@ class Limits(msgspec.Struct, frozen=True):
     """What the server accepts; part of the reply to `hello`.
 
     Attributes:
-        message_bytes: largest frame.
+        message_bytes: largest message, all its frames together; a larger frame costs the connection.
         chunks_per_request: most chunk hashes in one request.
         outstanding_requests: most unanswered requests of one client.
     """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 DISTRIBUTION = "lmcache-qserver"
 
 
 def installed_version() -> str:
     """The distribution's version; "0+unknown" when it runs from a source tree that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # late: it costs 50 ms
+
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:

@@ -58,7 +58,9 @@ def parse_ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers; write for example 1000,1001") from None
+        raise ValueError(
+            f"{text!r} is not a list of numbers; write for example 1000,1001"
+        ) from None
 
 
 def option(default: _T, parse: Callable[[str], _T], unit: str, text: str) -> _T:
@@ -90,8 +92,12 @@ class Config:
         "address",
         "Where workers and SDKs connect: tcp://IP:PORT (port 0: any free one) or ipc:///PATH.",
     )
-    http_host: str = option("127.0.0.1", str, "address", "Interface of /status, /metrics and the probes.")
-    http_port: int = option(8080, int, "port", "Port of /status, /metrics and the probes; 0: any free one.")
+    http_host: str = option(
+        "127.0.0.1", str, "address", "Interface of /status, /metrics and the probes."
+    )
+    http_port: int = option(
+        8080, int, "port", "Port of /status, /metrics and the probes; 0: any free one."
+    )
     lifeline: str = option(
         "",
         str,
@@ -99,29 +105,54 @@ class Config:
         "Unix socket that passes memory by descriptor; empty: lifeline.sock in $RUNTIME_DIRECTORY, else "
         "lmcache-qserver/PORT.sock in $XDG_RUNTIME_DIR, else /tmp/lmcache-qserver-UID/PORT.sock.",
     )
-    pool_bytes: int = option(GIB, parse_size, "bytes", "Host memory for stored chunks (L1), for example 4GiB.")
-    chunk_size: int = option(256, int, "tokens", "Tokens per chunk; workers and SDKs take it from here.")
+    pool_bytes: int = option(
+        GIB, parse_size, "bytes", "Host memory for stored chunks (L1), for example 4GiB."
+    )
+    chunk_size: int = option(
+        256, int, "tokens", "Tokens per chunk; workers and SDKs take it from here."
+    )
     eviction: str = option(
-        "lru", str, ", ".join(EVICTION), "What a full pool does: evict what was unused longest, or refuse."
+        "lru",
+        str,
+        ", ".join(EVICTION),
+        "What a full pool does: evict what was unused longest, or refuse.",
     )
     reap_timeout_s: float = option(
-        120.0, float, "seconds", "A worker that has pinged before and then not for so long is released; 0: never."
+        120.0,
+        float,
+        "seconds",
+        "A worker that has pinged before and then not for so long is released; 0: never.",
     )
     registration_grace_s: float = option(
         3600.0, float, "seconds", "The same for a worker that has never pinged."
     )
     copy_timeout_s: float = option(30.0, float, "seconds", "Longest time that one store may copy.")
-    lease_timeout_s: float = option(60.0, float, "seconds", "A reader's lease ends by itself after this time.")
-    max_message_bytes: int = option(16 * MIB, parse_size, "bytes", "Largest message that a client may send.")
+    lease_timeout_s: float = option(
+        60.0, float, "seconds", "A reader's lease ends by itself after this time."
+    )
+    max_message_bytes: int = option(
+        16 * MIB, parse_size, "bytes", "Largest message that a client may send."
+    )
     allow_uid: tuple[int, ...] = option(
-        (), parse_ids, "user ids", "Users besides the daemon's own and root that may use the lifeline, between commas."
+        (),
+        parse_ids,
+        "user ids",
+        "Users besides the daemon's own and root that may use the lifeline, between commas.",
     )
     allow_insecure_tcp: bool = option(
-        False, parse_flag, "flag", "Accept a url beyond loopback although nothing on it is authenticated."
+        False,
+        parse_flag,
+        "flag",
+        "Accept a url beyond loopback although nothing on it is authenticated.",
     )
-    log_format: str = option("text", str, ", ".join(LOG_FORMATS), "Form of log lines on standard error.")
+    log_format: str = option(
+        "text", str, ", ".join(LOG_FORMATS), "Form of log lines on standard error."
+    )
     ready_file: str = option(
-        "", str, "path", "File that is there while the daemon is ready: JSON of pid, url, http_url, lifeline, boot_id."
+        "",
+        str,
+        "path",
+        "File that is there while the daemon is ready: JSON of pid, url, http_url, lifeline, boot_id.",
     )
     drain_timeout_s: float = option(
         10.0, float, "seconds", "How long a stopping daemon waits for stores that are under way."
@@ -145,13 +176,15 @@ class Config:
     def _check_url(self) -> None:
         if self.url.startswith("ipc://"):
             if not self.url.startswith("ipc:///"):
-                raise ConfigError(f"url: {self.url!r} needs an absolute path, as in ipc:///run/lmcache-qserver/q.ipc")
+                raise ConfigError(
+                    f"url: {self.url!r} needs an absolute path, as in ipc:///run/lmcache-qserver/q.ipc"
+                )
             return
         host, _ = split_tcp(self.url)
         if not _is_loopback(host) and not self.allow_insecure_tcp:
             raise ConfigError(
-                f"url: {self.url} is reachable from other hosts, and keys (CURVE) are not there yet: anybody there could "
-                "read and write. Use 127.0.0.1, or say --allow-insecure-tcp if the network itself is closed"
+                f"url: {self.url} is reachable from other hosts, and keys (CURVE) are not there yet: anybody there "
+                "could read and write. Use 127.0.0.1, or say --allow-insecure-tcp if the network itself is closed"
             )
 
     @property
@@ -212,7 +245,9 @@ def default_lifeline(bound_url: str) -> Path:
     """
     if runtime := os.environ.get("RUNTIME_DIRECTORY"):
         return Path(runtime.split(":")[0]) / "lifeline.sock"
-    name = bound_url.rpartition(":")[2] if bound_url.startswith("tcp://") else Path(bound_url[6:]).name
+    name = (
+        bound_url.rpartition(":")[2] if bound_url.startswith("tcp://") else Path(bound_url[6:]).name
+    )
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "lmcache-qserver" / f"{name}.sock"
     return Path(f"/tmp/lmcache-qserver-{os.getuid()}") / f"{name}.sock"
@@ -239,11 +274,19 @@ def default_text(item: Field[Any]) -> str:
     assert value is not MISSING
     if item.metadata["parse"] is parse_size:
         return next(
-            f"{value // scale}{unit}" for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("", 1)) if not value % scale
+            f"{value // scale}{unit}"
+            for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("", 1))
+            if not value % scale
         )
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def configuration_page() -> str:

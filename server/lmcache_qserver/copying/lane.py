@@ -1,12 +1,13 @@
 """A lane: one thread that does the plain work of one instance, in the order in which it is asked.
 
-    submit ─▶ WAITING ──(thread claims it)──▶ RUNNING ──(thread returns)──▶ OVER
-                 │                              │
-                 └─(cancelled: never runs)─▶ OVER   └─(outlives its timeout) the outcome is LaneTimeout, the lane is
-                                                   hung, the job is OVER only when the thread really returns
+    submit ─▶ WAITING ─┬─ claimed by the thread ─▶ RUNNING ─── the thread returns ──▶ OVER
+                       └─ cancelled, will never run ───────────────────────────────▶ OVER
 
-A job has two ends. `outcome` is for whoever waits for a result, and it comes in bounded time. `over` is for whoever owns
-the memory that the job touches: before it is done, the thread may still read and write there, so nothing may be freed.
+    A job that outlives its timeout stays RUNNING: its outcome is LaneTimeout, and the lane hangs until it is OVER.
+
+A job has two ends. `outcome` is for whoever waits for a result, and it comes in bounded time. `over` is for whoever
+owns the memory that the job touches: before it is done, the thread may still read and write there, so nothing may be
+freed.
 
 A hung lane refuses new work at once; jobs behind the hung one are cancelled. If the thread comes back after all, the
 lane works again. The time of a job counts from when its turn has come, so a long queue times nobody out.
@@ -20,6 +21,7 @@ Everything but `_work` runs on the event loop. Thread and loop share one thing: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -81,7 +83,7 @@ class Job(Generic[T]):
         assert work is not None
         try:
             return work(), None
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
             if not isinstance(error, QServerError):
                 # As text: a log record that kept the traceback would keep the frames' views of a ring alive.
                 name = threading.current_thread().name
@@ -237,10 +239,8 @@ class Lane:
         self._tell(self.ended.set_result, None)
 
     def _tell(self, callback: Callable[..., None], *args: Any) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            pass  # the loop is closed: nobody is left to be told
 
 
 def _retrieve(outcome: asyncio.Future[Any]) -> None:

@@ -3,7 +3,7 @@
     byte 0                                          stamps_offset
     ├ rows: uint8 [num_blocks, block_bytes] ─┤ (gap) ├ stamps: int64 [num_blocks, block_size] ─┤ (anything)
 
-A block is `[num_layers, block_size, hidden_dim]` elements of all layers, contiguous; to a copy it is `block_bytes` bytes.
+A block is `[num_layers, block_size, hidden_dim]` elements, contiguous; to a copy it is `block_bytes` bytes.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class RingMemory:
         self._close_descriptor()
 
     def close(self) -> None:
-        """Drop descriptor and mapping. Call it when no copy runs any more; unmapping is work for the lane. Idempotent."""
+        """Drop descriptor and mapping, when no copy runs any more. Unmapping is work for the lane. Idempotent."""
         self._close_descriptor()
         self._rows = self._stamps = None
         mapping, self._map = self._map, None

@@ -12,10 +12,11 @@ So this is decided on the side, before anything is evicted:
 So of all ways to make room this one reaches least far towards the recently used, and no single
 victim of the answer could be spared.
 
-Cost: about 2 us for each of the c candidates looked at. Slots of equal size need c = 1 in a full
-pool; a hole of m neighbours among n slots used in random order needs about n^(1 - 1/m), so chunks
-of two pieces' size 0.8 ms among 10,000 slots. Unlike sizes in a crowd are the worst: 16 ms for 10
-neighbours among 10,000, 280 ms among 100,000 (tests/server/pool/bench_pool.py, 2 cores).
+Cost: 1 to 3 us for each of the c candidates looked at. Slots of equal size need c = 1 in a full
+pool; a hole of m neighbours among n slots used in random order needs about n^(1 - 1/m), so a chunk
+of two slots' size costs 0.5 to 1 ms among 10,000 slots. Unlike sizes in a crowd are the worst: 10
+neighbours cost 10 to 20 ms among 10,000 slots and 300 to 500 ms among 100,000 (measured on 2 busy
+cores by tests/server/pool/bench_pool.py).
 """
 
 from __future__ import annotations
@@ -42,12 +43,8 @@ def choose_victims(extents: Extents, candidates: Iterable[Slot], span: int) -> l
         start, end = extents.hole_around(slot.offset, slot.offset + slot.span)
         # Holes of taken slots end where allocated slots begin: they have absorbed the free extents
         # at their ends. So a hole to merge with, if there is one, meets the slot's own edge.
-        if (left := start_of.pop(slot.offset, None)) is not None:
-            del end_of[left]
-            start = left
-        if (right := end_of.pop(slot.offset + slot.span, None)) is not None:
-            del start_of[right]
-            end = right
+        start = start_of.pop(slot.offset, start)
+        end = end_of.pop(slot.offset + slot.span, end)
         if end - start >= span:
             return _spare_edges(taken, start, end, span)
         end_of[start] = end

@@ -1,9 +1,9 @@
 """The workers' own accounts, added up: how much of what was computed has been captured, and where the rest went.
 
-A worker's report counts from the worker's start, so the newest replaces the one before. Reports that count fewer
-computed tokens than the last one come from another process under the same id: then the last one is kept for good and the
-new one starts beside it, as with any counter that was reset. An account outlives its instance, and an instance that comes
-back (a new ring, a new connection) goes on with its own.
+A worker's report counts from the worker's start, so the newest replaces the one before. A report that counts fewer
+computed tokens than the last one comes from another process under the same id: then the last one is kept for good and
+the new one starts beside it, as with any counter that was reset. An account outlives its instance, and an instance that
+comes back (a new ring, a new connection) goes on with its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who is reading what. An object that is leased stays where and what it is.
 
-A lease ends by release, by its time, or with its client. One client's leases are capped, so that no reader can make the
-pool unevictable. Bytes count as the pool counts them (slots rounded up to pages), and per lease: an object that is leased
-twice counts twice.
+A lease ends by release, by its time, or with its client. One client's leases are capped, so that no reader can make
+the pool unevictable. Bytes count as the pool counts them (slots rounded up to pages), and per lease: an object that is
+leased twice counts twice.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ class Session:
 
     __slots__ = ("gone", "lifeline", "pid", "program", "token")
 
-    def __init__(self, token: bytes | None = None, program: str = "legacy client", pid: int = 0) -> None:
+    def __init__(
+        self, token: bytes | None = None, program: str = "legacy client", pid: int = 0
+    ) -> None:
         self.token = token
         self.program = program
         self.pid = pid
@@ -72,7 +74,15 @@ class Client:
         silence_logged: the log has been told that failures of this client can't be answered.
     """
 
-    __slots__ = ("identity", "last_seen", "native", "outstanding", "registered", "session", "silence_logged")
+    __slots__ = (
+        "identity",
+        "last_seen",
+        "native",
+        "outstanding",
+        "registered",
+        "session",
+        "silence_logged",
+    )
 
     def __init__(self, identity: bytes, now: float) -> None:
         self.identity = identity
@@ -105,7 +115,9 @@ class Clients:
         self._max_clients = max_clients
         self._idle_s = idle_s
         self._registered_idle_s = max(idle_s, registered_idle_s)
-        self._by_identity: dict[bytes, Client] = {}  # ordered by last_seen, the longest silent first
+        self._by_identity: dict[
+            bytes, Client
+        ] = {}  # ordered by last_seen, the longest silent first
         self._by_token: dict[bytes, Session] = {}
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -10,6 +11,7 @@ from typing import NamedTuple
 SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
 _CREDENTIALS = struct.Struct("3i")
 _FD = struct.Struct("i")
+_GONE = frozenset({errno.ESRCH, errno.ENODATA})
 
 
 class Received(NamedTuple):
@@ -74,15 +76,10 @@ def peer_pidfd(connection: socket.socket) -> int | None:
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except ProcessLookupError:
-        raise
     except OSError as error:
         if error.errno in _GONE:
             raise ProcessLookupError(error.errno, "the peer's process has ended") from None
         return None
-
-
-_GONE = frozenset({61, 3})  # ENODATA (Linux before 6.16 has no pidfd for a reaped process), ESRCH
 
 
 def reopen_read_only(fd: int) -> int:

@@ -20,17 +20,20 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
+
 from lmcache_qprotocol.codec import decode_request, decode_uid, encode_error, encode_result
 from lmcache_qprotocol.errors import ErrorCode, ProtocolError, QServerError, RequestError
 from lmcache_qprotocol.limits import MAX_FRAMES, Limits
 from lmcache_qprotocol.messages import ReplyMeta
 from lmcache_qprotocol.operations import BY_WIRE, SILENCE, Operation
-
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
 
 log = logging.getLogger(__name__)
+
+INTERNAL = RequestError(ErrorCode.INTERNAL, "the server failed at this request; its log says why")
+"""What a client is told of an exception that nobody expected: nothing but that it happened."""
 
 Payloads = tuple[Any, ...]
 Send = Callable[[bytes, list[bytes]], None]
@@ -64,6 +67,10 @@ class _Echo(NamedTuple):
     op_frame: bytes
     operation: Operation | None
 
+    @property
+    def name(self) -> str:
+        return UNDECODED if self.operation is None else self.operation.name
+
 
 class Dispatcher:
     """Serves one message at a time; `start` and `stop` bracket its life on the loop.
@@ -94,6 +101,7 @@ class Dispatcher:
         self._boot_id = boot_id
         self._meta = ReplyMeta(boot_id)
         self._complaints = Complaints(log)
+        self._silences = Complaints(log)
         self._turns: asyncio.Queue[tuple[_Echo, Awaitable[Any]]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker: asyncio.Task[None] | None = None
@@ -147,20 +155,24 @@ class Dispatcher:
         except QServerError as error:
             self._fail(echo, error)
         except Exception:
-            self._fail(echo, _internal(echo))
+            log.exception("%s of %r failed", echo.name, echo.client.session)
+            self._fail(echo, INTERNAL)
 
     def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
         self._check_size(frames)
         request = decode_request(frames)
         handler = self._handlers[request.operation.name]
         if self._stopping and not handler.while_stopping:
-            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping; connect again later")
+            raise RequestError(
+                ErrorCode.SHUTTING_DOWN, "the server is stopping; connect again later"
+            )
         if handler.order is Order.NOW:
             self._answer(echo, handler.call(echo.client, request.payloads))
             return
         if echo.client.outstanding >= self._limits.outstanding_requests:
             raise RequestError(
-                ErrorCode.BUSY, f"{echo.client.outstanding} requests are unanswered; wait for some of them"
+                ErrorCode.BUSY,
+                f"{echo.client.outstanding} requests are unanswered; wait for some of them",
             )
         work = handler.call(echo.client, request.payloads)
         echo.client.outstanding += 1
@@ -173,11 +185,14 @@ class Dispatcher:
 
     def _check_size(self, frames: Sequence[bytes]) -> None:
         if len(frames) > MAX_FRAMES:
-            raise ProtocolError(ErrorCode.BAD_FRAME, f"a message has at most {MAX_FRAMES} frames, not {len(frames)}")
+            raise ProtocolError(
+                ErrorCode.BAD_FRAME, f"a message has at most {MAX_FRAMES} frames, not {len(frames)}"
+            )
         nbytes = sum(map(len, frames))
         if nbytes > self._limits.message_bytes:
             raise RequestError(
-                ErrorCode.TOO_LARGE, f"a message has at most {self._limits.message_bytes} bytes, not {nbytes}; split it"
+                ErrorCode.TOO_LARGE,
+                f"a message has at most {self._limits.message_bytes} bytes, not {nbytes}; split it",
             )
 
     async def _take_turns(self) -> None:
@@ -194,7 +209,8 @@ class Dispatcher:
         except QServerError as error:
             self._fail(echo, error)
         except Exception:
-            self._fail(echo, _internal(echo))
+            log.exception("%s of %r failed", echo.name, echo.client.session)
+            self._fail(echo, INTERNAL)
         finally:
             echo.client.outstanding -= 1
 
@@ -212,7 +228,8 @@ class Dispatcher:
             self._send(client.identity, encode_error(echo.uid, echo.op_frame, meta))
         elif operation is not None and operation.legacy_failure is not SILENCE:
             self._send(
-                client.identity, encode_result(echo.uid, echo.op_frame, operation.legacy_failure, None)
+                client.identity,
+                encode_result(echo.uid, echo.op_frame, operation.legacy_failure, None),
             )
         else:
             self._counts.silenced += 1
@@ -222,11 +239,10 @@ class Dispatcher:
         if not client.silence_logged:
             client.silence_logged = True
             text = f"a legacy client gets no answer to its failed request: {error}"
-            self._complaints.say(text, self._clock())
+            self._silences.say(text, self._clock())
 
     def _count(self, echo: _Echo, code: str) -> None:
-        name = UNDECODED if echo.operation is None else echo.operation.name
-        self._counts.requests[name, code] += 1
+        self._counts.requests[echo.name, code] += 1
 
 
 def _operation(op_frame: bytes) -> Operation | None:
@@ -234,10 +250,3 @@ def _operation(op_frame: bytes) -> Operation | None:
         return BY_WIRE.get(msgspec.msgpack.decode(op_frame, type=int | str))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def _internal(echo: _Echo) -> RequestError:
-    """What the client is told of an exception that nobody expected: nothing but that it happened."""
-    name = UNDECODED if echo.operation is None else echo.operation.name
-    log.exception("%s of %r failed", name, echo.client.session)
-    return RequestError(ErrorCode.INTERNAL, "the server failed at this request; its log says why")

@@ -8,7 +8,6 @@ from typing import Any
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply
-
 from lmcache_qserver.qstore import QStoreModule
 from lmcache_qserver.wire.clients import Client, Clients, Session
 from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
@@ -133,5 +132,6 @@ class Handlers:
 def _require_hello(session: Session) -> None:
     if session.token is None or session.gone:
         raise RequestError(
-            ErrorCode.HELLO_REQUIRED, "say hello first (again, if the lifeline was closed or the client was silent)"
+            ErrorCode.HELLO_REQUIRED,
+            "say hello first (again, if the lifeline was closed or the client was silent)",
         )

@@ -7,9 +7,9 @@ How death is noticed, whichever comes first: the peer's end of the socket is clo
 killed), or the pidfd of the process that connected becomes readable. The second is needed because a child that the
 worker forked may hold the socket open for hours.
 
-Who owns a descriptor: an offered ring belongs to its connection until `take_ring` hands it to registration; what is left
-is closed with the connection. Every number here is bounded: connections, rings per connection, descriptors per packet
-(one; the kernel closes the rest), packet bytes.
+Who owns a descriptor: an offered ring belongs to its connection until `take_ring` hands it to registration; what is
+left is closed with the connection. Every number here is bounded: connections, rings per connection, descriptors per
+packet (one; the kernel closes the rest), packet bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from lmcache_qprotocol.lifeline import (
     decode_packet,
     encode_packet,
 )
-
 from lmcache_qserver.copying import RingMemory
 from lmcache_qserver.wire import descriptors, socket_path
 from lmcache_qserver.wire.clients import Clients, Session
@@ -131,7 +130,8 @@ class Connection:
         try:
             if received.cut:
                 raise ProtocolError(
-                    ErrorCode.BAD_FRAME, f"a packet has at most {MAX_PACKET_BYTES} bytes and one descriptor"
+                    ErrorCode.BAD_FRAME,
+                    f"a packet has at most {MAX_PACKET_BYTES} bytes and one descriptor",
                 )
             packet = decode_packet(received.data)
             if isinstance(packet, OfferRing):
@@ -140,7 +140,9 @@ class Connection:
             elif isinstance(packet, Attach):
                 self._attach(packet)
             else:
-                raise ProtocolError(ErrorCode.BAD_PAYLOAD, "this packet is for the server to send, not for clients")
+                raise ProtocolError(
+                    ErrorCode.BAD_PAYLOAD, "this packet is for the server to send, not for clients"
+                )
         except QServerError as error:
             self._server.counts.lifeline_refused_packets += 1
             self._send(Refused(error.code, error.message[:1024]))
@@ -150,12 +152,20 @@ class Connection:
 
     def _attach(self, packet: Attach) -> None:
         if self.session is not None:
-            raise RequestError(ErrorCode.BAD_PAYLOAD, "this connection is attached already; open another one")
+            raise RequestError(
+                ErrorCode.BAD_PAYLOAD, "this connection is attached already; open another one"
+            )
         session = self._server.clients.by_token(packet.session)
         if session is None:
-            raise RequestError(ErrorCode.HELLO_REQUIRED, "this session is unknown or over; say hello and attach again")
+            raise RequestError(
+                ErrorCode.HELLO_REQUIRED,
+                "this session is unknown or over; say hello and attach again",
+            )
         if session.lifeline is not None:
-            raise RequestError(ErrorCode.NOT_OWNER, "this session has a lifeline already; say hello for a new session")
+            raise RequestError(
+                ErrorCode.NOT_OWNER,
+                "this session has a lifeline already; say hello for a new session",
+            )
         self.session = session
         session.lifeline = self
         self._deadline.cancel()
@@ -168,15 +178,22 @@ class Connection:
     def _offer(self, packet: OfferRing, fd: int | None) -> None:
         """Keep the ring; fd is ours and ends up in the ring, or closed."""
         if fd is None:
-            raise RequestError(ErrorCode.BAD_PAYLOAD, "offer_ring needs the ring's descriptor beside it")
+            raise RequestError(
+                ErrorCode.BAD_PAYLOAD, "offer_ring needs the ring's descriptor beside it"
+            )
         ring = RingMemory(fd, packet.nbytes)
         try:
             if self.session is None:
                 raise RequestError(ErrorCode.HELLO_REQUIRED, "attach first")
             if packet.ring_token in self._rings:
-                raise RequestError(ErrorCode.BAD_PAYLOAD, "this ring token was offered already; draw another one")
+                raise RequestError(
+                    ErrorCode.BAD_PAYLOAD, "this ring token was offered already; draw another one"
+                )
             if len(self._rings) >= MAX_RINGS:
-                raise RequestError(ErrorCode.BUSY, f"{MAX_RINGS} rings are offered and not registered; register them")
+                raise RequestError(
+                    ErrorCode.BUSY,
+                    f"{MAX_RINGS} rings are offered and not registered; register them",
+                )
         except RequestError:
             ring.close()
             raise

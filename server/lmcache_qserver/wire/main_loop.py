@@ -1,7 +1,7 @@
 """The ROUTER socket on the event loop.
 
-The socket's descriptor is edge-triggered: it becomes readable when the socket's *state* changes, not as long as messages
-wait. Two rules follow, and missing either one loses wake-ups:
+The socket's descriptor is edge-triggered: it becomes readable when the socket's *state* changes, not as long as
+messages wait. Two rules follow, and missing either one loses wake-ups:
 
     - after a wake-up, read until there is nothing left (or schedule the rest: one peer must not keep the loop);
     - after every send, look at the events again, because sending consumes the edge too.
@@ -66,7 +66,7 @@ class MainLoop:
         self._open = False
 
     def bind(self, endpoint: str) -> str:
-        """Bind and begin to read; the url with its real port.
+        """Bind; the url with its real port. Nothing is read before `start`: messages wait.
 
         Raises:
             OSError: the address is in use, or not of this host.
@@ -76,10 +76,13 @@ class MainLoop:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise OSError(error.errno, str(error)) from None
+        return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def start(self) -> None:
+        """Begin to read."""
         self._open = True
         self._loop.add_reader(self._fd, self._read)
         self._read_soon()
-        return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def send(self, identity: bytes, frames: list[bytes]) -> None:
         """Send an answer; one that can't be delivered is counted and dropped."""

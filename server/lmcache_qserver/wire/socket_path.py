@@ -25,7 +25,9 @@ def listen(path: Path, *, others: bool, backlog: int = 128) -> socket.socket:
         OSError: the path is too long, taken, or its folder is not safe; the message says which.
     """
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise OSError(f"the path of a Unix socket has at most {MAX_PATH_BYTES} bytes: {path}; set --lifeline to a shorter one")
+        raise OSError(
+            f"the path of a Unix socket has at most {MAX_PATH_BYTES} bytes: {path}; set --lifeline to a shorter one"
+        )
     _prepare_folder(path.parent, 0o711 if others else 0o700)
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -54,7 +56,9 @@ def _prepare_folder(folder: Path, mode: int) -> None:
     if folder.parent == Path("/tmp") and (
         not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022
     ):
-        raise OSError(f"{folder} is not a folder of this user alone; remove it, or set --lifeline to another path")
+        raise OSError(
+            f"{folder} is not a folder of this user alone; remove it, or set --lifeline to another path"
+        )
 
 
 def _remove_stale(path: Path) -> None:
@@ -63,7 +67,9 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise OSError(f"{path} is there and is no socket; remove it, or set --lifeline to another path")
+        raise OSError(
+            f"{path} is there and is no socket; remove it, or set --lifeline to another path"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
         try:

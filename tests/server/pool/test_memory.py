@@ -132,7 +132,7 @@ class TestPopulate:
 
     def test_other_threads_run_meanwhile(self) -> None:
         started, done = threading.Event(), threading.Event()
-        with PoolMemory(512 * MIB) as arena:
+        with PoolMemory(256 * MIB) as arena:
 
             def populate() -> None:
                 started.set()

@@ -1,6 +1,6 @@
 """The worker's account: every computed token ends as captured, or lost under one reason.
 
-    computed = captured + sum(lost) + pending          at any time; pending = 0 once nothing is open or under way
+computed = captured + sum(lost) + pending          at any time; pending = 0 once nothing is open or under way
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Account:
         """Count `tokens` as not stored."""
         self.lost[reason] += tokens
 
-    def report(self, ring_blocks: int = 0, ring_used: int = 0, ring_high_water: int = 0) -> WorkerReport:
+    def report(
+        self, ring_blocks: int = 0, ring_used: int = 0, ring_high_water: int = 0
+    ) -> WorkerReport:
         """A snapshot for the server."""
         return WorkerReport(
             computed=self.computed,

@@ -1,13 +1,17 @@
 """QRingBufferAdapter: the only place of the worker that speaks to the server.
 
-Threads: everything here runs on the engine's thread, but for `_on_lost` and `_on_restored`, which the heartbeat's thread
-calls; those only register again and set flags. Whose are a ring block's bytes? The ledger's while its chunk is open, the
-adapter's from `submit_q_store_request` until the server has answered. Without an answer the blocks wait in quarantine
-until the copy is known to be over: the server's process has died, or has taken our ring anew (it drains the old one first).
+Threads: everything here runs on the engine's thread, but for `_on_lost` and `_on_restored`, which the
+heartbeat's thread calls; those only register again and count up `_generation`.
+
+Whose are a ring block's bytes? The ledger's while its chunk is open, the adapter's from
+`submit_q_store_request` until the server has answered. Without an answer the blocks wait in quarantine
+until the copy is known to be over: the server's process has died (*it* has closed the lifeline), or has
+taken our ring anew since the store was sent (it drains the old one first).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import logging
 import time
@@ -22,7 +26,14 @@ from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.link.health import Heartbeat
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import Layout, layout_id
-from lmcache_qprotocol.messages import HelloReply, RangeKey, RingDescription, StoreProof, WorkerReport
+from lmcache_qprotocol.limits import MAX_NAME_CHARS
+from lmcache_qprotocol.messages import (
+    HelloReply,
+    RangeKey,
+    RingDescription,
+    StoreProof,
+    WorkerReport,
+)
 from lmcache_qprotocol.operations import REGISTER_Q_CACHE, STORE_Q, UNREGISTER_Q_CACHE
 from lmcache_qprotocol.reasons import LossReason
 
@@ -81,8 +92,8 @@ class QRingBufferAdapter:
         self._registration: _Registration | None = None
         self._layout_id = b""
         self._in_flight: dict[int, InFlight] = {}
-        self._quarantine: list[FinishedChunk] = []
-        self._copies_over = False
+        self._quarantine: list[InFlight] = []
+        self._generation = 0
         self._sequence = itertools.count()
         self._report: WorkerReport = account.report()
         self._refused: set[LossReason] = set()
@@ -124,7 +135,9 @@ class QRingBufferAdapter:
             raise RuntimeError("no transfer context: register KV caches first, then the query ring")
         block_size = self.context.tokens_per_chunk // self.context.blocks_in_chunk
         if ring.block_size != block_size:
-            raise ValueError(f"the ring's block size is {ring.block_size}, the transfer context's {block_size}")
+            raise ValueError(
+                f"the ring's block size is {ring.block_size}, the transfer context's {block_size}"
+            )
         self._registration = _Registration(ring, layout, block_size)
         self._layout_id = layout_id(layout)
         self._send_registration()
@@ -148,7 +161,16 @@ class QRingBufferAdapter:
             ring_token=token,
             stamps_offset=ring.stamps_offset,
         )
-        payloads = (self.instance_id, (), self.model_name, self.world_size, "vllm", {}, (), description)
+        payloads: tuple[object, ...] = (
+            self.instance_id,
+            (),
+            self.model_name,
+            self.world_size,
+            "vllm",
+            {},
+            (),
+            description,
+        )
         self.connection.link.call(REGISTER_Q_CACHE, payloads, self._timeout_s)
 
     def reregister_q_ring(self) -> None:
@@ -165,7 +187,7 @@ class QRingBufferAdapter:
         for item in list(self._in_flight.values()):
             try:
                 item.future.exception(timeout=max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
+            except concurrent.futures.TimeoutError:
                 break
         self.reclaim_finished_q_stores()
         self.update_report()
@@ -173,7 +195,9 @@ class QRingBufferAdapter:
         if self._registration is not None:
             try:
                 payloads = (self.instance_id, self._report)
-                self.connection.link.call(UNREGISTER_Q_CACHE, payloads, min(deadline_s, self._timeout_s))
+                self.connection.link.call(
+                    UNREGISTER_Q_CACHE, payloads, min(deadline_s, self._timeout_s)
+                )
             except Exception as error:  # noqa: BLE001 - shutting down goes on whatever the server does
                 logger.warning("could not unregister the query ring, shutdown goes on: %s", error)
         self._registration = None
@@ -197,14 +221,21 @@ class QRingBufferAdapter:
             worker_id=self.rank,
             start=chunk.start,
             end=chunk.end,
-            request_id=chunk.request_id,
+            request_id=chunk.request_id[:MAX_NAME_CHARS],
             cache_salt=chunk.cache_salt,
             chunk_hashes=(chunk.chunk_hash,),
             layout_id=self._layout_id,
         )
         payloads = (key, self.instance_id, (chunk.blocks,), b"", StoreProof(nonces=(chunk.nonce,)))
+        generation = self._generation  # read before sending, so that it is never too new
+        try:
+            future = self.connection.link.submit(STORE_Q, payloads)
+        except Exception as error:  # noqa: BLE001 - one request's odd key must not cost other requests theirs
+            self._log_refusal(LossReason.CAPTURE_DISABLED, f"a store can't be encoded: {error!r}")
+            self._settle(chunk, LossReason.CAPTURE_DISABLED)
+            return None
         sequence = next(self._sequence)
-        self._in_flight[sequence] = InFlight(chunk, self.connection.link.submit(STORE_Q, payloads))
+        self._in_flight[sequence] = InFlight(chunk, future, generation)
         return sequence
 
     def reclaim_finished_q_stores(self) -> int:
@@ -217,16 +248,31 @@ class QRingBufferAdapter:
         for sequence in done:
             item = self._in_flight.pop(sequence)
             end = verdict(item.future)
-            if end.reason is not None and end.reason not in self._refused:
-                self._refused.add(end.reason)
-                logger.warning("queries not stored (%s; logged once): %s", end.reason.value, end.message)
+            if end.reason is not None:
+                self._log_refusal(end.reason, end.message)
             if end.copy_over:
                 self._settle(item.chunk, end.reason)
             else:
                 self._count(item.chunk, end.reason)
-                self._quarantine.append(item.chunk)
+                self._quarantine.append(item)
         self._release_quarantine()
         return len(done)
+
+    def wait_for_store(self, sequence: int, timeout_s: float | None = None) -> None:
+        """Wait until a store is answered; for tools, never called from a forward pass.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s`.
+        """
+        item = self._in_flight.get(sequence)
+        if item is None:
+            return
+        try:
+            item.future.exception(timeout_s)
+        except (
+            concurrent.futures.TimeoutError
+        ):  # another class than TimeoutError before Python 3.11
+            raise TimeoutError(f"store {sequence} has no answer after {timeout_s} s") from None
 
     @property
     def stores_under_way(self) -> int:
@@ -254,19 +300,29 @@ class QRingBufferAdapter:
 
     def _release_quarantine(self) -> None:
         if not self._quarantine:
-            self._copies_over = False
             return
+        # Not `is_open`: we close it ourselves to come back to a server that hangs, and may be copying.
         lifeline = self.connection.lifeline
-        if self._copies_over or (lifeline is not None and not lifeline.is_open()):
-            quarantine, self._quarantine = self._quarantine, []
-            for chunk in quarantine:
-                self._free(chunk.blocks)
-            self._copies_over = False
+        died = lifeline is not None and lifeline.hung_up
+        waiting = []
+        for item in self._quarantine:
+            if died or item.generation < self._generation:
+                self._free(item.chunk.blocks)
+            else:
+                waiting.append(item)
+        self._quarantine = waiting
+
+    def _log_refusal(self, reason: LossReason, message: str) -> None:
+        if reason not in self._refused:
+            self._refused.add(reason)
+            logger.warning("queries not stored (%s; logged once): %s", reason.value, message)
 
     # --- called by the heartbeat's thread -----------------------------------------------------------------------
 
     def _on_lost(self) -> None:
-        logger.warning("the query server is unavailable: queries are counted as server_unavailable until it is back")
+        logger.warning(
+            "the query server is unavailable: queries are counted as server_unavailable until it is back"
+        )
 
     def _on_restored(self, hello: HelloReply) -> None:
         if self.context is not None and hello.chunk_size != self.context.tokens_per_chunk:
@@ -275,5 +331,5 @@ class QRingBufferAdapter:
                 f"{self.context.tokens_per_chunk}: restart the engine, or the server with its former chunk size"
             )
         self.reregister_q_ring()
-        self._copies_over = True
+        self._generation += 1
         logger.info("the query server is back: capture goes on")

@@ -1,8 +1,8 @@
 """Which ring row a row of the forward pass belongs to, by the cache slot that it writes. Pure.
 
-Row r of a step's query writes its KV to cache slot `slot_mapping[r]`; every slot is written at most once a step, so equal
-slots are the same token. Rows are never given to tokens by their position in the batch. A row without a match (another
-request's, padding, slot -1) gets no ring row.
+Row r of a step's query writes its KV to cache slot `slot_mapping[r]`; every slot is written at most once a step, so
+equal slots are the same token. Rows are never given to tokens by their position in the batch. A row without a match
+(another request's, padding, slot -1) gets no ring row.
 """
 
 from __future__ import annotations
@@ -90,9 +90,12 @@ def attribute(slot_mapping: Slots, targets: Targets) -> Attribution:
         return Attribution(nowhere, nowhere, ())
     place = np.minimum(np.searchsorted(targets.engine_slots, slot_mapping), len(targets) - 1)
     found = targets.engine_slots[place] == slot_mapping
-    # A slot wanted by two requests would be found for the first alone: the other's count stays 0.
+    # Of a slot that is wanted twice nobody knows whose row is there: both owners are left out.
     hits = np.bincount(place[found], minlength=len(targets))
-    bad_owners = np.unique(targets.owners[hits != 1])
+    again = np.flatnonzero(np.diff(targets.engine_slots) == 0)
+    bad = hits != 1
+    bad[again] = bad[again + 1] = True
+    bad_owners = np.unique(targets.owners[bad])
     good = found & ~np.isin(targets.owners[place], bad_owners)
     return Attribution(
         np.where(good, targets.ring_slots[place], -1),

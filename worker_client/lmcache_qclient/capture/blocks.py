@@ -1,4 +1,7 @@
-"""Free ring blocks: lowest ids first, so that a chunk's blocks tend to be neighbours and untouched memory stays untouched."""
+"""Free ring blocks: lowest ids first.
+
+So a chunk's blocks tend to be neighbours, and untouched memory stays untouched.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ class BlockAllocator:
         """Give blocks back; one that is out of range or free already is logged and skipped."""
         for block_id in ids:
             if not 0 <= block_id < self.num_blocks:
-                logger.warning("ring block %d is not in [0, %d): not freed", block_id, self.num_blocks)
+                logger.warning(
+                    "ring block %d is not in [0, %d): not freed", block_id, self.num_blocks
+                )
             elif self._is_free[block_id]:
                 logger.warning("ring block %d is free already: not freed again", block_id)
             else:

@@ -5,8 +5,9 @@
     batched_submit_qstore_requests(e)   at the forward's exit: stamps, then one STORE_Q per finished chunk
     reclaim()                           gives the blocks of finished stores back
 
-The first layer of a step attributes the rows; every later layer reuses that, so all layers put the same tokens into the
-same ring rows. A step that goes wrong is given up as a whole: its chunks are dropped and counted, the next step starts clean.
+The first layer of a step attributes the rows; every later layer reuses that, so all layers put the same tokens into
+the same ring rows. A step that goes wrong is given up as a whole: its chunks are dropped and counted, the next step
+starts clean.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class QRingBufferCapture:
         self._rows_needed = 0
         self._layers_written: set[int] = set()
 
-    def setup_q_ring(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> None:
+    def setup_q_ring(
+        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+    ) -> None:
         """Build the ring for this rank's attention layers and register it; without any, warn and capture nothing.
 
         Raises:
@@ -81,10 +84,16 @@ class QRingBufferCapture:
             )
         chunk_size = self.adapter.tokens_per_chunk
         block_size = ring_block_size(geometry.engine_block_size, chunk_size)
-        blocks = ring_blocks(self.settings, geometry.layout, block_size, chunk_size, vllm_config.scheduler_config)
+        blocks = ring_blocks(
+            self.settings, geometry.layout, block_size, chunk_size, vllm_config.scheduler_config
+        )
         self.adapter.establish_transfer_context(block_size)
         ring = QRingBuffer(
-            len(geometry.layer_names), blocks.total, block_size, geometry.layout.hidden_dim, geometry.dtype
+            len(geometry.layer_names),
+            blocks.total,
+            block_size,
+            geometry.layout.hidden_dim,
+            geometry.dtype,
         )
         ring.populate(blocks.steps)
         self.ledger = Ledger(
@@ -116,6 +125,7 @@ class QRingBufferCapture:
         self._forget_step()
         if self.ledger is None or self.ring is None:
             return
+        self.ledger.give_up(LossReason.LAYER_MISSING)  # a step before that has not been closed
         plan = self.ledger.begin_step(meta)
         self.ring.clear_blocks(plan.clear_blocks)
         for slot, length in plan.clear_rows:
@@ -123,7 +133,9 @@ class QRingBufferCapture:
         if plan.runs:
             self._targets = targets_of(plan.runs)
 
-    def save_q_layer(self, layer_name: str, query: torch.Tensor, slot_mapping: torch.Tensor | None) -> None:
+    def save_q_layer(
+        self, layer_name: str, query: torch.Tensor, slot_mapping: torch.Tensor | None
+    ) -> None:
         """Catch one layer's rows; nothing in a step without rows to capture, or already given up.
 
         Args:
@@ -137,12 +149,16 @@ class QRingBufferCapture:
         if self._rows is None:
             self._attribute(slot_mapping[: len(query)])
         if len(query) < self._rows_needed:
-            raise ValueError(f"{layer_name} brought {len(query)} rows, the step needs {self._rows_needed}")
+            raise ValueError(
+                f"{layer_name} brought {len(query)} rows, the step needs {self._rows_needed}"
+            )
         self.ring.write_runs(layer, query, self._runs)
         self._layers_written.add(layer)
 
     def _attribute(self, slot_mapping: torch.Tensor) -> None:
-        assert self._targets is not None and self.ledger is not None and self.ring is not None
+        assert self._targets is not None
+        assert self.ledger is not None
+        assert self.ring is not None
         rows = attribute(slot_mapping.numpy(), self._targets)
         for request_id in rows.unmatched:
             self.ledger.leave_out(request_id, LossReason.UNMATCHED)
@@ -172,7 +188,8 @@ class QRingBufferCapture:
             self.adapter.submit_q_store_request(chunk)
 
     def _close_step(self, event: bytes | None) -> None:
-        assert self.ledger is not None and self.ring is not None
+        assert self.ledger is not None
+        assert self.ring is not None
         if event is None:
             self.ledger.give_up(LossReason.CAPTURE_DISABLED)
         elif len(self._layers_written) != self.ring.num_layers or self._rows is None:
@@ -180,7 +197,8 @@ class QRingBufferCapture:
         else:
             kept = np.flatnonzero(self._rows.ring_slots >= 0)
             self.ring.stamp(
-                torch.from_numpy(self._rows.ring_slots[kept]), torch.from_numpy(self._rows.stamps[kept])
+                torch.from_numpy(self._rows.ring_slots[kept]),
+                torch.from_numpy(self._rows.stamps[kept]),
             )
 
     def reclaim(self) -> None:

@@ -46,15 +46,21 @@ def attention_layers(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tupl
     groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
     if not groups:
         return tuple(kv_caches)
-    named = {name for group in groups if _is_attention(group.kv_cache_spec) for name in group.layer_names}
+    named = {
+        name
+        for group in groups
+        if _holds(group.kv_cache_spec, "AttentionSpec")
+        for name in group.layer_names
+    }
     return tuple(name for name in kv_caches if name in named)
 
 
-def _is_attention(spec: Any) -> bool:
+def _holds(spec: Any, name: str) -> bool:
+    """`is_spec`, or for a spec over specs (layers of one type with unlike sizes), of one of them."""
     inner = getattr(spec, "kv_cache_specs", None)
     if isinstance(inner, Mapping):
-        return any(is_spec(item, "AttentionSpec") for item in inner.values())
-    return is_spec(spec, "AttentionSpec")
+        return any(is_spec(item, name) for item in inner.values())
+    return is_spec(spec, name)
 
 
 def reference_group(kv_cache_config: Any) -> tuple[int, int, str | None]:
@@ -64,10 +70,14 @@ def reference_group(kv_cache_config: Any) -> tuple[int, int, str | None]:
         Its index, its block size in tokens, and its first layer; (0, 0, None) when there are no attention groups.
     """
     groups = list(getattr(kv_cache_config, "kv_cache_groups", None) or ())
-    attention = [index for index, group in enumerate(groups) if _is_attention(group.kv_cache_spec)]
+    attention = [
+        index for index, group in enumerate(groups) if _holds(group.kv_cache_spec, "AttentionSpec")
+    ]
     if not attention:
         return 0, 0, None
-    full = [index for index in attention if is_spec(groups[index].kv_cache_spec, "FullAttentionSpec")]
+    full = [
+        index for index in attention if _holds(groups[index].kv_cache_spec, "FullAttentionSpec")
+    ]
     index = (full or attention)[0]
     return index, int(groups[index].kv_cache_spec.block_size), groups[index].layer_names[0]
 
@@ -84,7 +94,9 @@ def layer_id(layer_name: str) -> int:
     return int(match.group(1))
 
 
-def geometry_of(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> Geometry | None:
+def geometry_of(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+) -> Geometry | None:
     """Read this rank's geometry; None when it has no attention layer."""
     names = attention_layers(kv_caches, kv_cache_config)
     if not names:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.link.requests import ReplyFuture
 from lmcache_qprotocol.errors import QServerError
 from lmcache_qprotocol.messages import StoreResult
 from lmcache_qprotocol.reasons import LossReason
@@ -13,10 +14,17 @@ from lmcache_qprotocol.reasons import LossReason
 
 @dataclass(frozen=True)
 class InFlight:
-    """One STORE_Q and what it holds."""
+    """One STORE_Q and what it holds.
+
+    Attributes:
+        chunk: its blocks are ours until the store has ended.
+        future: of the answer.
+        generation: how often the ring had been registered again when the store was sent.
+    """
 
     chunk: FinishedChunk
     future: Future[StoreResult]
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,13 +53,14 @@ def verdict(future: Future[StoreResult]) -> Verdict:
         return _answered(future.result())
     if isinstance(error, QServerError):
         return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=True, message=str(error))
-    return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=False, message=str(error))
+    never_sent = isinstance(future, ReplyFuture) and not future.uid
+    return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=never_sent, message=str(error))
 
 
 def _answered(result: StoreResult) -> Verdict:
     outcome = result.outcome
-    if result.ok or (outcome is not None and not outcome.refused):
+    if result.ok:
         return Verdict(None, copy_over=True)
-    if outcome is None:
+    if outcome is None or not outcome.refused:
         return Verdict(LossReason.COPY_FAILED, copy_over=True)
     return Verdict(next(iter(outcome.refused)), copy_over=True, message=outcome.message)

@@ -197,11 +197,13 @@ class Ledger:
             self.account.lose(request.skip, step.count)
             return
         self._stepped[step.request_id] = None
-        request.chain.extend(step.new_tokens)
+        if not self._extend(request, step.new_tokens):
+            self.account.lose(LossReason.CAPTURE_DISABLED, step.count)
+            return
         if step.resumed:
             self._reopen(request, step.start)
         elif step.start < request.next:
-            self._take_back(request, step.start)
+            self._take_back(request, step.start, LossReason.REJECTED_DRAFT)
         end = step.start + step.count
         covered = self._covers(step)
         position = step.start
@@ -228,7 +230,20 @@ class Ledger:
         self._requests[step.request_id] = request
         return request
 
-    def _fill(self, step: RequestStep, request: _Request, index: int, start: int, stop: int) -> None:
+    def _extend(self, request: _Request, new_tokens: Sequence[int]) -> bool:
+        """Take the tokens; False when no hash knows them: then the request is not captured any more."""
+        try:
+            request.chain.extend(new_tokens)
+        except ValueError:
+            request.skip = LossReason.CAPTURE_DISABLED
+            for chunk in list(request.open.values()):
+                self._drop(request, chunk, request.skip)
+            return False
+        return True
+
+    def _fill(
+        self, step: RequestStep, request: _Request, index: int, start: int, stop: int
+    ) -> None:
         """Give positions [start, stop) of chunk `index` their rows, or count why not."""
         if index in request.closed:
             self.account.lose(request.closed[index], stop - start)
@@ -287,8 +302,15 @@ class Ledger:
         while position < stop:
             engine_block, engine_offset = divmod(position, self.engine_block_size)
             ring_block, ring_offset = divmod(position - base, self.block_size)
-            length = min(stop - position, self.engine_block_size - engine_offset, self.block_size - ring_offset)
-            slot = step.block_ids[engine_block - first_engine_block] * self.engine_block_size + engine_offset
+            length = min(
+                stop - position,
+                self.engine_block_size - engine_offset,
+                self.block_size - ring_offset,
+            )
+            slot = (
+                step.block_ids[engine_block - first_engine_block] * self.engine_block_size
+                + engine_offset
+            )
             ring_slot = chunk.blocks[ring_block] * self.block_size + ring_offset
             stamp = first_stamp(chunk.nonce, position)
             self._plan.runs.append(Run(step.request_id, slot, ring_slot, stamp, length))
@@ -297,18 +319,26 @@ class Ledger:
     # --- taking back, dropping, ending -------------------------------------------------------------------------
 
     def _reopen(self, request: _Request, start: int) -> None:
-        """A resumed request computes from `start` again: what was lost from there on may be captured after all."""
+        """A resumed request computes from `start` again: what was lost from there on may be captured after all.
+
+        Whether its last drafts were accepted is not told any more, so their rows are taken back. A chunk that ends
+        before `start` can't become whole.
+        """
+        self._take_back(request, request.settled, LossReason.PREEMPTED)
+        for chunk in list(request.open.values()):
+            if chunk.filled < start:
+                self._drop(request, chunk, LossReason.PREEMPTED)
         for index, reason in list(request.closed.items()):
             if reason is not LossReason.RECOMPUTED and index * self.chunk_size >= start:
                 del request.closed[index]
 
-    def _take_back(self, request: _Request, start: int) -> None:
-        """Positions from `start` on were drafts that the engine has rejected."""
+    def _take_back(self, request: _Request, start: int, reason: LossReason) -> None:
+        """Rows from `start` on were computed with drafts that the engine did not, or may not have, accepted."""
         for chunk in list(request.open.values()):
             if chunk.filled <= start:
                 continue
             keep = max(start, chunk.first)
-            self.account.lose(LossReason.REJECTED_DRAFT, chunk.filled - keep)
+            self.account.lose(reason, chunk.filled - keep)
             self._clear_rows(chunk, keep)
             chunk.filled = keep
             if chunk.filled == chunk.first:
@@ -342,14 +372,15 @@ class Ledger:
         if request is None:
             return
         if request.skip is None:
-            request.chain.extend(finished.new_tokens)
+            self._extend(request, finished.new_tokens)
         self._end(finished.request_id, finished.num_tokens, LossReason.TAIL_OFF)
 
     def _end(self, request_id: str, num_tokens: int | None, reason: LossReason) -> None:
         """Store what can be stored of a request, count the rest, forget the request."""
         request = self._requests[request_id]
         length = len(request.chain) if num_tokens is None else num_tokens
-        request.settled = length
+        # The last token may have been sampled in place of a rejected draft, whose row stands there then.
+        request.settled = min(length, max(request.settled, length - 1))
         self._collect(request_id, request)
         for chunk in list(request.open.values()):
             vain = chunk.filled - max(chunk.first, min(chunk.filled, length))
@@ -358,13 +389,18 @@ class Ledger:
             self._drop(request, chunk, reason)
         for key in [key for key in self._touched if key[0] == request_id]:
             del self._touched[key]
+        self._stepped.pop(request_id, None)
         del self._requests[request_id]
 
     def _collect(self, request_id: str, request: _Request) -> None:
         """Hand out the chunks that are whole, settled, and named."""
         for chunk in list(request.open.values()):
             end = (chunk.index + 1) * self.chunk_size
-            if chunk.filled < end or request.settled < end or len(request.chain.hashes) <= chunk.index:
+            if (
+                chunk.filled < end
+                or request.settled < end
+                or len(request.chain.hashes) <= chunk.index
+            ):
                 continue
             del request.open[chunk.index]
             request.closed[chunk.index] = LossReason.RECOMPUTED

@@ -6,8 +6,8 @@ Layout, block-major, one allocation (dtype of the ring, then int64):
     stamps_offset       stamps  [num_blocks, block_size]                           + one trash stamp
 
 Logically it is `[num_layers, num_blocks, block_size, hidden_dim]`: `tensors["lmcache_q_layer_{i}"]` are strided views
-`[num_blocks, block_size, hidden_dim]`. Block-major, because then a block of all layers is contiguous, and copying it out
-is one transfer without a gather.
+`[num_blocks, block_size, hidden_dim]`. Block-major, because then a block of all layers is contiguous, and copying it
+out is one transfer without a gather.
 
 A ring slot is `block_id * block_size + offset`; -1 drops the row. Rows that are dropped go to the trash row, so that no
 step has to look at data on the device (a boolean mask would wait for it).
@@ -75,7 +75,12 @@ class QRingBuffer:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, hidden_dim=hidden_dim)
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "hidden_dim": hidden_dim,
+        }
         bad = [f"{name}={value}" for name, value in sizes.items() if value <= 0]
         if bad:
             raise ValueError(f"a ring needs positive sizes; not positive: {', '.join(bad)}")
@@ -94,6 +99,7 @@ class QRingBuffer:
         self._trash_row = rows
         raw = self._allocate_memory()
         self.flat = raw[: self.rows_nbytes].view(dtype).view(rows + 1, hidden_dim)
+        self._flat_bits = self.flat.view(_UINT_OF_SIZE[dtype.itemsize])
         self.flat_stamps = raw[self.stamps_offset :].view(torch.int64)
         self.flat_stamps.fill_(EMPTY)
         blocks = self.flat[:rows].view(num_blocks, num_layers, block_size, hidden_dim)
@@ -101,7 +107,9 @@ class QRingBuffer:
             f"lmcache_q_layer_{layer}": blocks[:, layer] for layer in range(num_layers)
         }
         self._stamps = self.flat_stamps[:-1].view(num_blocks, block_size)
-        self._bits = blocks.view(_UINT_OF_SIZE[dtype.itemsize]).numpy() if self.memory is not None else None
+        self._bits = (
+            blocks.view(_UINT_OF_SIZE[dtype.itemsize]).numpy() if self.memory is not None else None
+        )
 
     def _allocate_memory(self) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -158,7 +166,9 @@ class QRingBuffer:
         """`scatter` with a prepared index; never waits for the device."""
         rows = self._rows(layer_index, query)
         target = torch.clamp(index.base + layer_index * self.block_size, max=self._trash_row)
-        self.flat.index_copy_(0, target, rows[: len(target)].to(self.dtype))
+        # As integers of the same size: torch copies no fp8 by index.
+        bits = rows[: len(target)].detach().to(self.dtype).view(self._flat_bits.dtype)
+        self._flat_bits.index_copy_(0, target, bits)
 
     def write_runs(self, layer_index: int, query: torch.Tensor, runs: Sequence[CopyRun]) -> None:
         """`scatter` by plain copies of neighbouring rows: the fast way on a CPU."""
@@ -202,12 +212,16 @@ class QRingBuffer:
     def stamp(self, ring_slots: torch.Tensor, stamps: torch.Tensor) -> None:
         """Stamp rows, after the last layer has been written. Both int64 `[rows]`; slot -1 stamps nothing."""
         trash = self.num_blocks * self.block_size
-        self.flat_stamps.index_copy_(0, torch.where(ring_slots < 0, trash, ring_slots), stamps.to(self.device))
+        self.flat_stamps.index_copy_(
+            0, torch.where(ring_slots < 0, 1, ring_slots), stamps.to(self.device)
+        )
 
     def populate(self, num_blocks: int) -> None:
         """Touch the memory of the first `num_blocks` blocks, and all stamps, ahead of use."""
         if self.memory is not None:
-            self.memory.populate(self.rows_nbytes * min(num_blocks, self.num_blocks) // self.num_blocks)
+            self.memory.populate(
+                self.rows_nbytes * min(num_blocks, self.num_blocks) // self.num_blocks
+            )
 
     def close(self) -> None:
         """Give the shared memory's descriptor back; the tensors stay usable."""

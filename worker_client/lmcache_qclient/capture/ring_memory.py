@@ -28,14 +28,18 @@ class RingMemory:
         self.nbytes = nbytes
         self.fd = os.memfd_create("lmcache-q-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def populate(self, nbytes: int) -> None:
         """Touch the first `nbytes` now, so that no forward pass pays for page faults. Best effort."""
         address = self.array.ctypes.data
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(min(nbytes, self.nbytes)), MADV_POPULATE_WRITE)
+        _libc.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(min(nbytes, self.nbytes)), MADV_POPULATE_WRITE
+        )
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes with the last tensor over it."""

@@ -1,4 +1,7 @@
-"""How many blocks the ring gets: room for some steps and for the chunks that stay open over steps, within a byte budget."""
+"""How many blocks the ring gets.
+
+Room for some steps and for the chunks that stay open over steps, within a byte budget.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,15 @@ def ring_blocks(
 ) -> RingBlocks:
     """The ring's size: `max(1, blocks)` if given, else
 
-    ceil(max_num_batched_tokens / block_size) * depth + max_num_seqs * blocks per chunk, at most `max_bytes`, at least one
-    chunk.
+    ceil(max_num_batched_tokens / block_size) * depth + max_num_seqs * blocks per chunk, at most `max_bytes`, at least
+    one chunk.
     """
     if settings.blocks is not None:
         total = max(1, settings.blocks)
         return RingBlocks(total, total)
-    batched = int(getattr(scheduler_config, "max_num_batched_tokens", None) or DEFAULT_BATCHED_TOKENS)
+    batched = int(
+        getattr(scheduler_config, "max_num_batched_tokens", None) or DEFAULT_BATCHED_TOKENS
+    )
     sequences = int(getattr(scheduler_config, "max_num_seqs", None) or 1)
     per_chunk = chunk_size // block_size
     steps = -(-batched // block_size) * settings.depth

@@ -28,7 +28,9 @@ class Dispatcher:
         self.features = tuple(features)
         self._logged: set[type[BaseException]] = set()
 
-    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> tuple[str, ...]:
+    def register(
+        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+    ) -> tuple[str, ...]:
         """Let every feature build what it needs.
 
         Returns:
@@ -41,13 +43,18 @@ class Dispatcher:
 
     def reference_layer(self) -> str | None:
         """The layer whose slot mapping attributes rows."""
-        return next((name for feature in self.features if (name := feature.reference_layer()) is not None), None)
+        return next(
+            (name for feature in self.features if (name := feature.reference_layer()) is not None),
+            None,
+        )
 
     def begin_step(self, meta: StepMeta) -> None:
         """Before a step's forward pass."""
         self._each(lambda feature: feature.begin_step(meta))
 
-    def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None) -> None:
+    def save_kv_layer(
+        self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
+    ) -> None:
         """From inside the forward pass, once a layer."""
         self._each(lambda feature: feature.save_kv_layer(layer_name, tensors, slot_mapping))
 
@@ -77,10 +84,13 @@ class Dispatcher:
     def _failed(self, feature: Feature, error: Exception) -> None:
         if type(error) not in self._logged:
             self._logged.add(type(error))
-            logger.error("capture of this step failed, the engine goes on (logged once a kind)", exc_info=error)
+            logger.error(
+                "capture of this step failed, the engine goes on (logged once a kind)",
+                exc_info=error,
+            )
         try:
             feature.step_failed()
-        except Exception:  # noqa: BLE001 - as above; the ledger itself is broken then
+        except Exception:
             logger.exception("a failed step could not be given up")
 
 
@@ -94,11 +104,14 @@ def init_dispatcher(
     """
     unknown = [name for name in requested if name not in FEATURE_REGISTRY]
     if unknown:
-        raise ValueError(f"unknown feature {', '.join(unknown)}; known: {', '.join(FEATURE_REGISTRY)}")
+        raise ValueError(
+            f"unknown feature {', '.join(unknown)}; known: {', '.join(FEATURE_REGISTRY)}"
+        )
     missing = [name for name in requested if name not in adapter.features]
     if missing:
+        announced = ", ".join(adapter.features) or "nothing"
         raise ValueError(
-            f"the server does not store {', '.join(missing)}; it announces: {', '.join(adapter.features) or 'nothing'}. "
+            f"the server does not store {', '.join(missing)}; it announces: {announced}. "
             "Run a server of the same version"
         )
     return Dispatcher([FEATURE_REGISTRY[name](adapter, settings) for name in requested])

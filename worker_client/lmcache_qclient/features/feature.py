@@ -18,7 +18,9 @@ class Feature(ABC):
     """One kind of intermediate tensor on one worker."""
 
     @abstractmethod
-    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> tuple[str, ...]:
+    def register(
+        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+    ) -> tuple[str, ...]:
         """Build what is needed once the engine's caches exist.
 
         Returns:
@@ -34,7 +36,9 @@ class Feature(ABC):
         """Before a step's forward pass."""
 
     @abstractmethod
-    def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None) -> None:
+    def save_kv_layer(
+        self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
+    ) -> None:
         """From inside the forward pass, once a layer."""
 
     @abstractmethod

@@ -21,7 +21,9 @@ class QTensorFeature(Feature):
     def __init__(self, adapter: QRingBufferAdapter, settings: RingSettings) -> None:
         self.capture = QRingBufferCapture(adapter, settings)
 
-    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> tuple[str, ...]:
+    def register(
+        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+    ) -> tuple[str, ...]:
         """See `QRingBufferCapture.setup_q_ring`."""
         self.capture.setup_q_ring(kv_caches, kv_cache_config, vllm_config)
         return self.capture.geometry.layer_names if self.capture.geometry is not None else ()
@@ -34,7 +36,9 @@ class QTensorFeature(Feature):
         """See `Feature`."""
         self.capture.begin_step(meta)
 
-    def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None) -> None:
+    def save_kv_layer(
+        self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
+    ) -> None:
         """Catch the layer's "q"."""
         query = tensors.get("q")
         if query is not None:

@@ -25,8 +25,8 @@ class Connection:
     Attributes:
         link: for requests; it stays the same object when the connection is renewed.
         hello: what the server said at the last greeting.
-        lifeline: None when the server has none, or it is not reachable from here. After a failed `renew` it is the former
-            one, closed.
+        lifeline: None when the server has none, or it is not reachable from here. After a failed `renew` it is the
+            former one, closed.
         no_lifeline_because: words for people when `lifeline` is None.
     """
 

@@ -1,9 +1,9 @@
 """The heartbeat: notices within milliseconds that the server is gone, and comes back when it does.
 
 One daemon thread. It sleeps in one `poll` over the lifeline (hang-up), its wake (a ping's answer, another boot id,
-`beat_now`, `stop`) and the time that `Pulse` says. What makes the server lost: the lifeline's hang-up; a ping without an
-answer in time; a ping that fails; a boot id other than the greeting's. Then, in this order: `healthy` turns False, all
-outstanding requests fail, `on_lost` is called, and the connection is renewed until that and `on_restored` succeed.
+`beat_now`, `stop`) and the time that `Pulse` says. What makes the server lost: the lifeline's hang-up; a ping without
+an answer in time; a ping that fails; a boot id other than the greeting's. Then, in this order: `healthy` turns False,
+all outstanding requests fail, `on_lost` is called, and the connection is renewed until that and `on_restored` succeed.
 
 `healthy` is False while `on_restored` runs, and turns True after it. No exception of a callback ends the thread.
 """
@@ -204,7 +204,7 @@ class Heartbeat:
         self._healthy = False
         try:
             self._on_restored(self._connection.hello)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, all is tried again
             self._lose(f"registering again failed: {error}")
         else:
             self._return()

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import threading
+from array import array
 
 from lmcache_qclient.link.forks import close_in_children
 from lmcache_qprotocol.errors import ProtocolError, RequestError
@@ -164,9 +165,7 @@ class LifelineClient:
 
     def _send_and_receive(self, data: bytes, fd: int | None) -> tuple[Packet, list[int]]:
         socket.send_fds(self._socket, [data], [] if fd is None else [fd])
-        answer, received, flags, _ = socket.recv_fds(
-            self._socket, MAX_PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-        )
+        answer, received, flags = _receive(self._socket)
         try:
             if not answer:
                 self._hung_up = True
@@ -204,6 +203,20 @@ def check_sealed(fd: int, nbytes: int) -> None:
         raise ConnectionError(
             f"the server's pool has {size} bytes, not the {nbytes} that it says: it is not mapped"
         )
+
+
+def _receive(source: socket.socket) -> tuple[bytes, list[int], int]:
+    """One packet, the descriptors beside it (closed on exec), and the message's flags.
+
+    `socket.recv_fds` ignores its flags argument (CPython 3.11), so they would be inherited by programs.
+    """
+    room = socket.CMSG_SPACE(array("i").itemsize)
+    data, ancillary, flags, _ = source.recvmsg(MAX_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    received = array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(content[: len(content) - len(content) % received.itemsize])
+    return data, received.tolist(), flags
 
 
 def _close_all(fds: list[int]) -> None:

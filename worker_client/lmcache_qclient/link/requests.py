@@ -5,8 +5,8 @@
        ◀── future ◀── _pending.pop(uid) ◀── decode ◀───────────────────── replies
 
 Invariants:
-- Whoever pops a uid from `_pending` completes its future, and nobody else does. So reply, time-out, `fail_all` and `close`
-  may race, and a future still ends exactly once; a reply whose uid is gone is dropped.
+- Whoever pops a uid from `_pending` completes its future, and nobody else does. So reply, time-out, `fail_all` and
+  `close` may race, and a future still ends exactly once; a reply whose uid is gone is dropped.
 - A request is put into `_pending` before it is put into `_outbox`, and the link thread skips what is no longer pending:
   what has timed out while the server was away is not sent to its successor.
 - The socket queues nothing for a server that is not there (ZMQ_IMMEDIATE); requests wait in `_backlog`, from which the
@@ -329,7 +329,7 @@ class RequestLink:
             return
         try:
             result = self._decode(frames, pending.operation)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is the waiting caller's
             pending.future.set_exception(error)
         else:
             pending.future.set_result(result)

@@ -86,8 +86,16 @@ class StoredLayout:
 
     @property
     def complete(self) -> bool:
-        """Something is stored of every rank."""
-        return not self.missing_ranks
+        """Something is stored of every rank, and the ranks of every stage hold each head once."""
+        return not self.missing_ranks and self.tiled
+
+    @property
+    def tiled(self) -> bool:
+        """The heads of the known ranks, of every stage of them, are all heads without gap or overlap."""
+        stages: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for part in self.parts:
+            stages.setdefault(part.layers, []).append(part.heads)
+        return all(_tiles(heads, self.num_heads) for heads in stages.values())
 
     def family(self, part: RankPart, cache_salt: str) -> KeyFamily:
         """The key family of one rank's objects."""
@@ -119,7 +127,10 @@ def read_status(status: dict[str, Any]) -> tuple[StoredEntry, ...]:
         known = {(entry.model_name, entry.kv_rank, entry.layout_id) for entry in entries}
         for instance in (status.get("q_context_meta") or {}).values():
             entry = _announced(instance)
-            if entry is not None and (entry.model_name, entry.kv_rank, entry.layout_id) not in known:
+            if (
+                entry is not None
+                and (entry.model_name, entry.kv_rank, entry.layout_id) not in known
+            ):
                 known.add((entry.model_name, entry.kv_rank, entry.layout_id))
                 entries.append(entry)
     except (msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
@@ -222,7 +233,9 @@ def _assemble(entries: Sequence[StoredEntry]) -> StoredLayout:
         feature=first.feature,
         chunk_size=entries[0].chunk_size,
         parts=tuple(parts),
-        missing_ranks=tuple(rank for rank in range(first.tp_size * first.pp_size) if rank not in present),
+        missing_ranks=tuple(
+            rank for rank in range(first.tp_size * first.pp_size) if rank not in present
+        ),
         layer_ids=tuple(layer_ids),
         num_heads=first.total_heads,
         head_dim=first.head_dim,
@@ -231,6 +244,15 @@ def _assemble(entries: Sequence[StoredEntry]) -> StoredLayout:
         pp_size=first.pp_size,
         model_revision=first.model_revision,
     )
+
+
+def _tiles(ranges: Iterable[tuple[int, int]], size: int) -> bool:
+    end = 0
+    for start, stop in sorted(ranges):
+        if start != end:
+            return False
+        end = stop
+    return end == size
 
 
 def _rank(layout: Layout) -> int:

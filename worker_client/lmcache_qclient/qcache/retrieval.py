@@ -44,8 +44,8 @@ class Retrieval:
     """The queries of the longest stored prefix.
 
     Attributes:
-        tensor: `[layers, num_tokens, heads, head_dim]` on the CPU; the caller's own. Contiguous, unless it is the front of
-            a longer `out`.
+        tensor: `[layers, num_tokens, heads, head_dim]` on the CPU; the caller's own. Contiguous, unless it is the front
+            of a longer `out`.
         num_tokens: tokens of the prefix, a multiple of the chunk size.
         missing: all chunks that are not there, in order; some may lie behind others that are stored.
         layer_ids: global layer index of each row of the layer axis.

@@ -22,7 +22,12 @@ from lmcache_qprotocol.messages import StoredChunk
 Bits = npt.NDArray[Any]
 """An array of unsigned integers as wide as the elements they stand for."""
 
-BITS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+BITS: dict[int, type[np.unsignedinteger[Any]]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
 
 
 def bits_dtype(dtype: str) -> np.dtype[Any]:
@@ -41,7 +46,11 @@ def check_chunk(chunk: StoredChunk, layout: Layout, chunk_size: int, pool_bytes:
         raise _wrong(chunk, f"does not lie in a pool of {pool_bytes} bytes")
     if blocks * layers * block_size * hidden_dim * DTYPE_BYTES[chunk.dtype] != chunk.nbytes:
         raise _wrong(chunk, "has a shape that does not make its bytes")
-    if (layers, hidden_dim, chunk.dtype) != (len(layout.layer_ids), layout.hidden_dim, layout.dtype):
+    if (layers, hidden_dim, chunk.dtype) != (
+        len(layout.layer_ids),
+        layout.hidden_dim,
+        layout.dtype,
+    ):
         raise _wrong(chunk, "does not have the layout that was asked for")
     if blocks * block_size != chunk_size or chunk.rows != (0, chunk_size):
         raise _wrong(chunk, f"is not a whole chunk of {chunk_size} tokens")
@@ -51,7 +60,8 @@ def check_chunk(chunk: StoredChunk, layout: Layout, chunk_size: int, pool_bytes:
 
 def _wrong(chunk: StoredChunk, what: str) -> ProtocolError:
     return ProtocolError(
-        ErrorCode.BAD_PAYLOAD, f"the server's chunk {chunk.index} {what}: {chunk}; is it of this version?"
+        ErrorCode.BAD_PAYLOAD,
+        f"the server's chunk {chunk.index} {what}: {chunk}; is it of this version?",
     )
 
 

@@ -38,7 +38,9 @@ def _plain(token: Any) -> int:
 
 def _from_array(token_ids: Any) -> list[int]:
     if token_ids.ndim != 1:
-        raise ValueError(f"token_ids has {token_ids.ndim} axes: {_WANTED}; of a batch, one row at a time")
+        raise ValueError(
+            f"token_ids has {token_ids.ndim} axes: {_WANTED}; of a batch, one row at a time"
+        )
     ids: list[int] = token_ids.tolist()
     if ids and type(ids[0]) is not int:
         raise TypeError(f"token_ids holds {token_ids.dtype}: {_WANTED}")

@@ -48,7 +48,9 @@ class QServerMetadata(KVConnectorMetadata):
 class QServerConnector(KVConnectorBase_V1, SupportsHMA):
     """Captures attention queries into lmcache-qserver; switched on by `lmcache.mp.transfer_intermediate_tensors`."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _join_engine_log()
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
@@ -62,7 +64,9 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             group_index, block_size, _ = reference_group(kv_cache_config)
-            self._tracker = ScheduleTracker(group_index, block_size or int(vllm_config.cache_config.block_size))
+            self._tracker = ScheduleTracker(
+                group_index, block_size or int(vllm_config.cache_config.block_size)
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -80,7 +84,9 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         """The engine's caches exist: build the ring, register it, and wrap the layers."""
         if not self.settings.features:
             return
-        self._dispatcher = init_dispatcher(self.settings.features, self._connect(), self.settings.ring)
+        self._dispatcher = init_dispatcher(
+            self.settings.features, self._connect(), self.settings.ring
+        )
         names = self._dispatcher.register(kv_caches, self._cache_config, self._config)
         self._reference_layer = self._dispatcher.reference_layer()
         wrap_layers(self._config.compilation_config.static_forward_context, names, self._on_query)
@@ -90,7 +96,9 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = parallel.rank % world_size
         connection = Connection.open(
-            self.settings.server_url, client="lmcache_qclient.vllm", timeout_s=self.settings.connect_timeout_s
+            self.settings.server_url,
+            client="lmcache_qclient.vllm",
+            timeout_s=self.settings.connect_timeout_s,
         )
         return QRingBufferAdapter(
             connection,
@@ -122,7 +130,9 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """KV is not ours to save; Q comes by the hook."""
 
     def wait_for_save(self) -> None:
@@ -144,7 +154,9 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- the scheduler's side -----------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Nothing is loaded."""
         return 0, False
 
@@ -158,7 +170,9 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         step = self._tracker.build(scheduler_output) if self._tracker is not None else StepMeta()
         return QServerMetadata(step)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; its blocks are not needed any more."""
         if self._tracker is not None:
             self._tracker.request_finished(request)

@@ -1,16 +1,20 @@
 """Seeing Q in an unpatched vLLM: `impl.forward` of every attention layer, wrapped per instance.
 
-vLLM's custom attention op looks `self.impl.forward` up each time its body runs, compiled or not, so a wrapper set on the
-instance after profiling and compilation is called in every real step. Wrapping a class, `Attention.forward` or the op
-itself is not: the first sees dummy runs of other engines in the process, the others are traced once and never called.
+vLLM's custom attention op looks `self.impl.forward` up each time its body runs, compiled or not, so a wrapper set on
+the instance after profiling and compilation is called in every real step. Wrapping a class, `Attention.forward` or the
+op itself is not: the first sees dummy runs of other engines in the process, the others are traced once and never
+called.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 OnQuery = Callable[[str, torch.Tensor], None]
 
@@ -21,25 +25,42 @@ def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], on_query: OnQue
     Args:
         layers: vLLM's `static_forward_context`.
         names: the layers to wrap.
-        on_query: must not raise; query is `[rows, heads, head_dim]`.
+        on_query: query is `[rows, heads, head_dim]`; what it raises is logged and goes no further.
 
     Raises:
         NotImplementedError: a layer has no `impl.forward` with a plain query (MLA).
     """
-    impls = {name: getattr(layers.get(name), "impl", None) for name in names}
+    impls: dict[str, Any] = {name: getattr(layers.get(name), "impl", None) for name in names}
     strange = [name for name, impl in impls.items() if not callable(getattr(impl, "forward", None))]
     if strange:
-        raise NotImplementedError(f"queries of these layers can't be captured yet: {', '.join(strange)}")
+        raise NotImplementedError(
+            f"queries of these layers can't be captured yet: {', '.join(strange)}"
+        )
     for name, impl in impls.items():
         impl.forward = _wrapped(name, impl.forward, on_query)
 
 
 def _wrapped(name: str, forward: Callable[..., Any], on_query: OnQuery) -> Callable[..., Any]:
+    failed: list[str] = []
+
     def capturing_forward(
-        layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *args: Any, **kwargs: Any
+        layer: Any,
+        query: torch.Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if attn_metadata is not None:
-            on_query(name, query)
+            try:
+                on_query(name, query)
+            except Exception:
+                # The engine would die of it. Without this layer the step is counted as layer_missing.
+                if not failed:
+                    failed.append(name)
+                    logger.exception("the query hook of %s failed (logged once a layer)", name)
         return forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
 
     return capturing_forward

@@ -14,6 +14,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1) or 1) > 1:
-            raise ValueError(f"query capture does not work with {name} > 1: a rank sees only part of each token's slots")
+            raise ValueError(
+                f"query capture does not work with {name} > 1: a rank sees only part of each token's slots"
+            )
     if getattr(cache, "kv_sharing_fast_prefill", False):
-        raise ValueError("query capture does not work with kv_sharing_fast_prefill: shared layers skip prompt rows")
+        raise ValueError(
+            "query capture does not work with kv_sharing_fast_prefill: shared layers skip prompt rows"
+        )

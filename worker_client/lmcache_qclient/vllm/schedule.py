@@ -1,7 +1,8 @@
 """The scheduler's side: what each step computes, told to the worker as a `StepMeta`.
 
 vLLM hands out requests and block ids piecemeal; this keeps, per request, the block ids of the reference group, how many
-token ids the worker knows, and vLLM's own `Request` (for token ids that become known later). Duck-typed: no import of vLLM.
+token ids the worker knows, and vLLM's own `Request` (for token ids that become known later). Duck-typed: no import of
+vLLM.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class ScheduleTracker:
         tracked.block_ids = list(data.block_ids[self.group_index])
         return self._step(data.req_id, tracked, data.num_computed_tokens, output, resumed)
 
-    def _step(self, request_id: str, tracked: _Tracked, start: int, output: Any, resumed: bool) -> RequestStep:
+    def _step(
+        self, request_id: str, tracked: _Tracked, start: int, output: Any, resumed: bool
+    ) -> RequestStep:
         count = output.num_scheduled_tokens[request_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         first_block = start // self.block_size
@@ -113,6 +116,9 @@ def _identity(request: Any) -> tuple[Identity, LossReason | None]:
         return PLAIN, LossReason.CAPTURE_DISABLED
     lora = request.lora_request
     items = tuple(
-        ItemIdentity("mm", feature.identifier, feature.mm_position.offset) for feature in request.mm_features or ()
+        ItemIdentity("mm", feature.identifier, feature.mm_position.offset)
+        for feature in request.mm_features or ()
     )
-    return Identity(None if lora is None else LoraIdentity(lora.lora_name, lora.lora_path), items), None
+    return Identity(
+        None if lora is None else LoraIdentity(lora.lora_name, lora.lora_path), items
+    ), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
@@ -36,7 +36,7 @@ class Settings:
 
     features: tuple[str, ...] = ()
     server_url: str = "tcp://127.0.0.1:5555"
-    ring: RingSettings = RingSettings()
+    ring: RingSettings = field(default_factory=RingSettings)
     connect_timeout_s: float = 10.0
     heartbeat_s: float = 10.0
 
@@ -58,9 +58,13 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
         ring=RingSettings(
             blocks=None if blocks is None else max(1, _integer("lmcache.q.ring_blocks", blocks)),
             depth=max(1, _integer("lmcache.q.ring_depth", extra.get("lmcache.q.ring_depth", 2))),
-            max_bytes=_integer("lmcache.q.ring_bytes", extra.get("lmcache.q.ring_bytes", DEFAULT_RING_BYTES)),
+            max_bytes=_integer(
+                "lmcache.q.ring_bytes", extra.get("lmcache.q.ring_bytes", DEFAULT_RING_BYTES)
+            ),
         ),
-        connect_timeout_s=_seconds(extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s),
+        connect_timeout_s=_seconds(
+            extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s
+        ),
         heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
     )
 
@@ -78,7 +82,7 @@ def _integer(key: str, value: Any) -> int:
         if isinstance(value, bool):
             raise ValueError
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{key} is a whole number, not {value!r}") from None
 
 

@@ -1,0 +1,327 @@
+"""The composition root: the one place that builds everything and takes it apart again.
+
+Life: build ─▶ bind ─▶ serve, while the pool gets its pages ─▶ ready ─▶ SIGTERM or SIGINT ─▶ refuse new work, let what
+runs end (bounded in time; a second signal ends the wait) ─▶ close ─▶ exit 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Literal, cast
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from lmcache_qprotocol.keys import FEATURE_SUFFIX
+from lmcache_qprotocol.limits import Limits
+from lmcache_qserver import installed_version
+from lmcache_qserver.config import Config, default_lifeline
+from lmcache_qserver.events import EventBus
+from lmcache_qserver.face import logs, ready_file, systemd
+from lmcache_qserver.face.http import HttpFace
+from lmcache_qserver.face.metrics import ServerMetrics, StoreMetrics
+from lmcache_qserver.face.status import ServerState
+from lmcache_qserver.pool import Pool, PoolMemory
+from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.wire.clients import Clients, Session
+from lmcache_qserver.wire.counts import WireCounts
+from lmcache_qserver.wire.dispatch import Dispatcher
+from lmcache_qserver.wire.handlers import Handlers
+from lmcache_qserver.wire.lifeline import LifelineServer
+from lmcache_qserver.wire.main_loop import MainLoop
+
+log = logging.getLogger(__name__)
+
+FEATURES = tuple(FEATURE_SUFFIX)
+LEASE_SCAN_S = 5.0
+CLIENT_SCAN_S = 30.0
+MIN_REAP_SCAN_S = 0.05
+CLOSE_S = 5.0
+"""How long closing waits for lanes after the drain is over."""
+
+
+class StartError(Exception):
+    """The daemon can't start; the message says why and what to do."""
+
+
+class Daemon:
+    """One server. Build it on the loop, `run` it once.
+
+    Raises:
+        StartError: the pool can't be created.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._clock = time.monotonic
+        self._stop_asked = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._build()
+
+    def _build(self) -> None:
+        config, clock = self._config, self._clock
+        with _start_error(f"the pool of {config.pool_bytes} bytes can't be created (--pool-bytes)"):
+            self._memory = PoolMemory(config.pool_bytes)
+        pool = Pool(self._memory, cast(Literal["lru", "none"], config.eviction))
+        self._bus = EventBus()
+        self._module = QStoreModule(
+            pool=pool,
+            bus=self._bus,
+            chunk_size=config.chunk_size,
+            features=FEATURES,
+            reap_timeout_s=config.reap_timeout_s,
+            registration_grace_s=config.registration_grace_s,
+            copy_timeout_s=config.copy_timeout_s,
+            lease_timeout_s=config.lease_timeout_s,
+            clock=clock,
+        )
+        self._counts = WireCounts()
+        self._clients = Clients(self._client_gone, registered_idle_s=config.registration_grace_s)
+        self._state = ServerState(
+            boot_id=secrets.token_bytes(16),
+            chunk_size=config.chunk_size,
+            features=FEATURES,
+            module=self._module,
+            pool=pool,
+            clients=self._clients,
+            clock=clock,
+            started=clock(),
+        )
+        self._lifeline = LifelineServer(
+            self._loop,
+            self._clients,
+            self._counts,
+            pool_fd=self._memory.fd,
+            pool_bytes=self._memory.nbytes,
+            allowed_uids=config.allow_uid,
+            clock=clock,
+        )
+        self._main_loop = MainLoop(
+            self._loop,
+            lambda identity, frames: self._dispatcher.handle(identity, frames),
+            self._counts,
+            max_frame_bytes=2
+            * config.max_message_bytes,  # up to the limit and a bit more there is an answer
+            clock=clock,
+        )
+        registry = CollectorRegistry()
+        StoreMetrics(self._bus, registry)
+        registry.register(ServerMetrics(self._state, self._counts, lambda: len(self._lifeline)))
+        self._http = HttpFace(self._state, registry)
+
+    async def run(self) -> None:
+        """Serve until a signal comes.
+
+        Raises:
+            StartError: an address is in use, or the pool can't get its memory.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._note_signal)
+        try:
+            await self._bind()
+            populating = asyncio.create_task(self._populate())
+            self._every(LEASE_SCAN_S, self._expire_leases)
+            self._every(CLIENT_SCAN_S, self._expire_clients)
+            if self._config.reap_timeout_s > 0:
+                self._every(max(self._config.reap_timeout_s / 4, MIN_REAP_SCAN_S), self._reap)
+            stop = asyncio.create_task(self._stop_asked.wait())
+            await asyncio.wait({populating, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if populating.done():
+                populating.result()
+                self._announce()
+                await stop
+            await self._drain()
+            populating.cancel()
+            await asyncio.wait({populating})
+        finally:
+            await self._close()
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    async def _bind(self) -> None:
+        """Lifeline and HTTP first: a client that reaches the main socket finds all of it there."""
+        config, state = self._config, self._state
+        with _start_error(
+            f"{config.http_host}:{config.http_port} can't be bound; set --http-host, --http-port"
+        ):
+            state.http_url = await self._http.open(config.http_host, config.http_port)
+        with _start_error(
+            f"{config.url} can't be bound; is another daemon running there? Set --url"
+        ):
+            state.url = self._main_loop.bind(config.zmq_endpoint)
+        self._open_lifeline()
+        limits = Limits(message_bytes=config.max_message_bytes)
+        handlers = Handlers(
+            self._module,
+            self._clients,
+            boot_id=state.boot_id,
+            features=FEATURES,
+            chunk_size=config.chunk_size,
+            limits=limits,
+            lifeline=state.lifeline,
+            clock=self._clock,
+        )
+        self._dispatcher = Dispatcher(
+            handlers.table(),
+            self._clients,
+            self._counts,
+            self._main_loop.send,
+            boot_id=state.boot_id,
+            limits=limits,
+            clock=self._clock,
+        )
+        self._dispatcher.start()
+        self._main_loop.start()
+        state.bound = True
+        log.info(
+            "lmcache-qserver %s listens at %s, %s, %s",
+            installed_version(),
+            state.url,
+            state.http_url,
+            state.lifeline,
+        )
+
+    def _open_lifeline(self) -> None:
+        path = Path(self._config.lifeline or default_lifeline(self._state.url)).absolute()
+        with _start_error("the lifeline can't be opened"):
+            self._lifeline.open(path)
+        self._state.lifeline = str(path)
+
+    async def _populate(self) -> None:
+        with _start_error(
+            f"there is no memory for a pool of {self._memory.nbytes} bytes; lower --pool-bytes"
+        ):
+            for offset, nbytes in self._memory.populate_steps():
+                await self._loop.run_in_executor(None, self._memory.populate, offset, nbytes)
+        self._state.populated = True
+
+    def _announce(self) -> None:
+        state = self._state
+        if reason := state.why_not_ready():
+            raise StartError(f"not ready after the start: {reason}")
+        if self._config.ready_file:
+            content = {
+                "pid": os.getpid(),
+                "url": state.url,
+                "http_url": state.http_url,
+                "lifeline": state.lifeline,
+                "boot_id": state.boot_id.hex(),
+            }
+            with _start_error("the ready file can't be written (--ready-file)"):
+                ready_file.write(Path(self._config.ready_file), content)
+        systemd.notify("READY=1")
+        log.info("ready after %.2f s", self._clock() - state.started)
+
+    # --- serving ------------------------------------------------------------------------------------------------
+
+    def _client_gone(self, session: Session) -> None:
+        self._spawn(self._module.client_gone(session, self._clock()))
+
+    async def _expire_leases(self) -> None:
+        self._module.expire_leases(self._clock())
+
+    async def _expire_clients(self) -> None:
+        self._clients.expire(self._clock())
+
+    async def _reap(self) -> None:
+        for instance_id in await self._module.reap_stale_instances(self._clock()):
+            log.warning("instance %r was silent for too long and has been released", instance_id)
+
+    def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                try:
+                    await work()
+                except Exception:
+                    log.exception("periodic work failed; it is tried again in %g s", seconds)
+
+        self._spawn(repeat())
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- stopping -----------------------------------------------------------------------------------------------
+
+    def _note_signal(self) -> None:
+        (self._stop_now if self._stop_asked.is_set() else self._stop_asked).set()
+
+    async def _drain(self) -> None:
+        self._state.stopping = True
+        systemd.notify("STOPPING=1")
+        log.info("stopping; stores that are under way have %g s", self._config.drain_timeout_s)
+        if self._config.ready_file:
+            ready_file.remove(Path(self._config.ready_file))
+        self._lifeline.close_listener()
+        self._dispatcher.refuse_new_work()
+        ended = asyncio.create_task(self._end_work())
+        again = asyncio.create_task(self._stop_now.wait())
+        timeout_s = self._config.drain_timeout_s
+        await asyncio.wait({ended, again}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            log.warning("stopping before all stores have ended")
+        for task in (ended, again):
+            task.cancel()
+        await asyncio.wait({ended, again})
+
+    async def _end_work(self) -> None:
+        await self._module.drain(self._config.drain_timeout_s)
+        await self._dispatcher.finish()
+
+    async def _close(self) -> None:
+        self._lifeline.close()
+        if self._state.bound:
+            await self._dispatcher.stop()
+        self._main_loop.close()
+        await self._http.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._module.close(), CLOSE_S)
+        self._memory.close()
+
+
+@contextlib.contextmanager
+def _start_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartError(f"{what}: {error.strerror or error}") from None
+
+
+def _allow_many_files() -> None:
+    """Every lifeline takes a few descriptors, and the usual soft limit of 1024 is for programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _serve(config: Config) -> None:
+    await Daemon(config).run()
+
+
+def run(config: Config) -> int:
+    """Run the daemon; the process's exit code. 0: stopped by a signal. 1: it could not start."""
+    logs.set_up(config.log_format)
+    _allow_many_files()
+    try:
+        uvloop.run(_serve(config))
+    except StartError as error:
+        print(f"lmcache-qserver: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""What people and their tools see of the server: HTTP, metrics, logs, the service manager."""

@@ -1,0 +1,81 @@
+"""What /status says, in one dict of plain values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_qserver import installed_version
+from lmcache_qserver.face.canary import Canary
+from lmcache_qserver.pool import Pool
+from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.wire.clients import Clients
+
+STATUS_VERSION = 1
+"""Fields are added without a change of this; it grows when one changes its meaning."""
+
+
+@dataclass
+class ServerState:
+    """The daemon as its face sees it.
+
+    Attributes:
+        url, http_url, lifeline: as bound.
+        started: clock at the start.
+        populated: the pool has real pages.
+        bound: all sockets listen.
+        stopping: no new work is taken.
+    """
+
+    boot_id: bytes
+    chunk_size: int
+    features: tuple[str, ...]
+    module: QStoreModule
+    pool: Pool
+    clients: Clients
+    clock: Callable[[], float]
+    started: float
+    url: str = ""
+    http_url: str = ""
+    lifeline: str = ""
+    populated: bool = False
+    bound: bool = False
+    stopping: bool = False
+    canary: Canary = field(default_factory=Canary)
+
+    def why_not_ready(self) -> str:
+        """Empty when ready, else what is missing."""
+        if self.stopping:
+            return "stopping"
+        if not self.bound:
+            return "sockets are not bound yet"
+        if not self.populated:
+            return "the pool's memory is not populated yet"
+        return (
+            ""
+            if self.canary.sing(self.pool)
+            else "the pool does not give back what was written to it"
+        )
+
+    def status(self) -> dict[str, Any]:
+        """The body of /status."""
+        return {
+            "version": STATUS_VERSION,
+            "server": {
+                "release": installed_version(),
+                "boot_id": self.boot_id.hex(),
+                "pid": os.getpid(),
+                "uptime_s": round(self.clock() - self.started, 3),
+                "url": self.url,
+                "http_url": self.http_url,
+                "lifeline": self.lifeline,
+                "chunk_size": self.chunk_size,
+                "features": list(self.features),
+                "ready": not self.why_not_ready(),
+                "clients": len(self.clients),
+                "sessions": self.clients.sessions,
+            },
+            **self.module.report_status(),
+        }

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache_qserver.face.status_table import table
+
+REPORT: dict[str, Any] = {
+    "server": {
+        "release": "1.2.3",
+        "ready": True,
+        "pid": 42,
+        "uptime_s": 3700.0,
+        "url": "tcp://127.0.0.1:5555",
+        "http_url": "http://127.0.0.1:8080",
+        "lifeline": "/run/x.sock",
+        "chunk_size": 256,
+        "features": ["transfer_query"],
+        "clients": 2,
+        "sessions": 1,
+    },
+    "pool": {"capacity_bytes": 1 << 30, "free_bytes": 1 << 29, "leased_bytes": 0, "evictions": 3},
+    "totals": {
+        "submitted_stores": 9,
+        "finished_stores": 8,
+        "stored": 7,
+        "duplicate": 6,
+        "refused": {"pool_full": 2, "copy_failed": 0},
+        "stored_bytes": 3 << 20,
+    },
+    "q_context_meta": {
+        "7": {
+            "model_name": "org/model",
+            "world_size": 2,
+            "q_ring_layout": {
+                "num_layers": 30,
+                "num_blocks": 1024,
+                "block_size": 16,
+                "hidden_dim": 576,
+                "dtype": "bfloat16",
+            },
+        }
+    },
+    "models": [
+        {
+            "model_name": "org/model##query",
+            "kv_rank": 0x01000100,
+            "layout_id": "00112233445566778899aabbccddeeff",
+            "chunks": 5,
+            "chunk_size": 256,
+            "bytes": 5 << 20,
+        }
+    ],
+    "coverage": {
+        "computed": 1000,
+        "captured": 900,
+        "pending": 40,
+        "lost": {"ring_full": 10, "preempted": 50, "unmatched": 0},
+    },
+}
+
+
+def test_the_table() -> None:
+    assert table(REPORT).splitlines() == [
+        "server     1.2.3, ready, pid 42, up 1 h 1 min",
+        "           tcp://127.0.0.1:5555  http://127.0.0.1:8080",
+        "           lifeline /run/x.sock",
+        "           chunks of 256 tokens; transfer_query",
+        "           clients: 2, with a session: 1",
+        "pool       512.0 MiB of 1.0 GiB used (50 %), 0 B leased, 3 evictions",
+        "stores     8 of 9 finished",
+        "           chunks: 7 stored (3.0 MiB), 6 duplicate, refused: pool_full 2",
+        "instances  id  model      world  ring (layers x blocks x tokens x hidden)",
+        "           7   org/model  2      30 x 1024 x 16 x 576 bfloat16",
+        "models     model             rank      layout        chunks  tokens at most  bytes",
+        "           org/model##query  01000100  001122334455  5       1280            5.0 MiB",
+        "coverage   900 of 1000 computed tokens captured (90.0 %), 40 pending",
+        "           lost: preempted 50, ring_full 10",
+    ]

@@ -1,0 +1,68 @@
+"""The workers' accounts add up, across pings, new rings and restarts."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_qprotocol.messages import WorkerReport
+from lmcache_qprotocol.reasons import LossReason
+from lmcache_qserver.qstore import coverage
+from lmcache_qserver.qstore.coverage import Coverage
+from tests.server.qstore.world import World
+
+
+def report(captured: int, ring_full: int = 0, pending: int = 0) -> WorkerReport:
+    return WorkerReport(
+        computed=captured + ring_full + pending,
+        captured=captured,
+        lost={LossReason.RING_FULL: ring_full} if ring_full else {},
+        pending=pending,
+    )
+
+
+def check(summary: dict[str, object], captured: int, ring_full: int, pending: int) -> None:
+    assert summary["captured"] == captured
+    assert summary["pending"] == pending
+    lost = summary["lost"]
+    assert isinstance(lost, dict)
+    assert lost["ring_full"] == ring_full
+    assert set(lost) == {reason.value for reason in LossReason}
+    assert summary["computed"] == captured + pending + sum(lost.values())
+
+
+async def test_the_newest_report_of_each_worker_counts(world: World) -> None:
+    await world.worker(1)
+    await world.worker(2, client="c2")
+    world.module.ping("c1", 1, report(10, 2, 5), world.now)
+    world.module.ping("c1", 1, report(20, 3), world.now)
+    world.module.ping("c2", 2, report(7, 0, 1), world.now)
+    world.module.ping("stranger", 2, report(10**6), world.now)
+    check(world.module.report_status()["coverage"], 27, 3, 1)
+
+
+async def test_the_last_report_of_a_worker_that_left_stays(world: World) -> None:
+    worker = await world.worker()
+    world.module.ping("c1", 1, report(10), world.now)
+    await world.module.unregister_q_cache("c1", 1, report(30, 4), world.now)
+    check(world.module.report_status()["coverage"], 30, 4, 0)
+    await world.register(worker)
+    world.module.ping("c1", 1, report(31, 4), world.now)
+    check(world.module.report_status()["coverage"], 31, 4, 0)
+
+
+def test_a_restarted_worker_starts_beside_its_old_account() -> None:
+    accounts = Coverage()
+    accounts.note(1, report(100, 5))
+    accounts.note(1, report(3))
+    check(accounts.summary(), 103, 5, 0)
+    accounts.note(1, report(4))
+    check(accounts.summary(), 104, 5, 0)
+
+
+def test_old_accounts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ACCOUNTS_KEPT", 3)
+    accounts = Coverage()
+    for number in range(10):
+        accounts.note(number, report(1, 1, 1))
+    check(accounts.summary(), 10, 10, 10)
+    assert len(accounts._last) == 3

@@ -1,0 +1,182 @@
+"""What is read from the engine's configuration: layers, reference group, heads, ring size."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmcache_qclient.capture.geometry import (
+    attention_layers,
+    geometry_of,
+    layer_id,
+    reference_group,
+    ring_block_size,
+)
+from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
+from tests.worker_client.capture.fake_vllm import (
+    AttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    cache_config,
+    caches,
+    group,
+    layer_names,
+    vllm_config,
+)
+
+NAMES = layer_names(6)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, NAMES),
+        (SimpleNamespace(), NAMES),
+        (SimpleNamespace(kv_cache_groups=None), NAMES),
+        (cache_config(), NAMES),
+        (cache_config(group(MambaSpec(16), NAMES)), []),
+        (cache_config(group(FullAttentionSpec(16), NAMES[::-1])), NAMES),
+        (
+            cache_config(
+                group(MambaSpec(544), NAMES[:2]),
+                group(SlidingWindowSpec(32), NAMES[4:]),
+                group(MLAAttentionSpec(16), NAMES[2:3]),
+            ),
+            [NAMES[2], *NAMES[4:]],
+        ),
+        (
+            cache_config(
+                group(
+                    UniformTypeKVCacheSpecs(16, {name: AttentionSpec(16) for name in NAMES[:2]}),
+                    NAMES[:2],
+                ),
+                group(UniformTypeKVCacheSpecs(16, {NAMES[3]: MambaSpec(16)}), NAMES[3:4]),
+            ),
+            NAMES[:2],
+        ),
+        (cache_config(group(FullAttentionSpec(16), ["model.layers.99.elsewhere"])), []),
+    ],
+    ids=[
+        "none", "no groups attribute", "groups None", "no groups", "mamba only", "caches' order",
+        "hybrid", "uniform", "another rank's layer",
+    ],
+)  # fmt: skip
+def test_attention_layers(config: object, expected: list[str]) -> None:
+    assert attention_layers(caches(NAMES), config) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([], (0, 0, None)),
+        ([group(MambaSpec(16), NAMES)], (0, 0, None)),
+        ([group(SlidingWindowSpec(32), NAMES[:1])], (0, 32, NAMES[0])),
+        (
+            [group(SlidingWindowSpec(32), NAMES[:2]), group(FullAttentionSpec(16), NAMES[2:])],
+            (1, 16, NAMES[2]),
+        ),
+        (
+            [
+                group(MambaSpec(528), NAMES[:2]),
+                group(AttentionSpec(22), NAMES[2:3]),
+                group(SlidingWindowSpec(32), NAMES[3:]),
+            ],
+            (1, 22, NAMES[2]),
+        ),
+        (
+            [
+                group(SlidingWindowSpec(32), NAMES[:1]),
+                group(UniformTypeKVCacheSpecs(16, {NAMES[1]: FullAttentionSpec(16)}), NAMES[1:2]),
+            ],
+            (1, 16, NAMES[1]),
+        ),
+    ],
+    ids=["none", "mamba", "sliding only", "C10 full behind sliding", "C9 own block", "uniform"],
+)
+def test_reference_group(groups: list[object], expected: tuple[int, int, str | None]) -> None:
+    assert reference_group(cache_config(*groups)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("model.layers.12.self_attn.attn", 12), ("transformer.h.0.attn", 0), ("7", 7), ("a.3.b.4", 3)],
+)
+def test_layer_id(name: str, number: int) -> None:
+    assert layer_id(name) == number
+
+
+@pytest.mark.parametrize("name", ["model.layers.attn", "attn2", "layer3.attn"])
+def test_a_layer_without_a_number(name: str) -> None:
+    with pytest.raises(ValueError, match="no layer number"):
+        layer_id(name)
+
+
+def test_geometry_of_one_rank_of_tp2_pp2() -> None:
+    names = layer_names(2, first=2)
+    config = vllm_config(
+        heads=4, head_dim=80, dtype=torch.bfloat16, tp=2, pp=2, rank=7, revision="main"
+    )
+    geometry = geometry_of(
+        caches(names), cache_config(group(FullAttentionSpec(528), names)), config
+    )
+    assert geometry is not None
+    layout = geometry.layout
+    assert (layout.layer_ids, layout.first_head, layout.num_heads) == ((2, 3), 4, 4)
+    assert (layout.total_heads, layout.head_dim, layout.dtype) == (8, 80, "bfloat16")
+    assert (layout.tp_rank, layout.tp_size, layout.pp_rank, layout.pp_size) == (1, 2, 1, 2)
+    assert (layout.model_revision, layout.hidden_dim) == ("main", 320)
+    assert (geometry.layer_names, geometry.reference_layer) == (tuple(names), names[0])
+    assert (geometry.engine_block_size, geometry.dtype) == (528, torch.bfloat16)
+    assert geometry.device.type == "cpu"
+
+
+def test_geometry_without_groups_takes_the_engines_block_size() -> None:
+    geometry = geometry_of(caches(NAMES), cache_config(), vllm_config(block_size=48))
+    assert geometry is not None
+    assert (geometry.engine_block_size, geometry.group_index) == (48, 0)
+    assert geometry.reference_layer == NAMES[0]
+
+
+def test_no_layer_no_geometry() -> None:
+    assert geometry_of({}, cache_config(), vllm_config()) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "chunk", "ring"),
+    [(16, 256, 16), (1, 256, 1), (256, 256, 256), (528, 256, 16), (544, 256, 32), (512, 256, 256),
+     (7, 256, 1), (1568, 1024, 32)],
+)  # fmt: skip
+def test_ring_block_size(engine: int, chunk: int, ring: int) -> None:
+    assert ring_block_size(engine, chunk) == ring
+
+
+def size(settings: RingSettings, chunk: int = 256, **more: int | None) -> tuple[int, int]:
+    """(total, steps) for ring blocks of 16 tokens of 72 bytes."""
+    names = layer_names(3)
+    geometry = geometry_of(caches(names), cache_config(), vllm_config())
+    assert geometry is not None
+    assert geometry.layout.token_bytes == 3 * 2 * 3 * 4
+    scheduler = vllm_config(**more).scheduler_config  # type: ignore[arg-type]
+    return tuple(ring_blocks(settings, geometry.layout, 16, chunk, scheduler))
+
+
+def test_ring_size_is_steps_and_open_chunks() -> None:
+    assert size(RingSettings(), batched=500, seqs=4) == (32 * 2 + 4 * 16, 64)
+    assert size(RingSettings(depth=3), batched=512, seqs=1) == (32 * 3 + 16, 96)
+    assert size(RingSettings(), batched=None, seqs=1) == (512 * 2 + 16, 1024)
+
+
+@pytest.mark.parametrize(("given", "blocks"), [(5, 5), (1, 1), (0, 1), (-7, 1), (10**6, 10**6)])
+def test_ring_blocks_given_is_taken(given: int, blocks: int) -> None:
+    assert size(RingSettings(blocks=given, max_bytes=1)) == (blocks, blocks)
+
+
+def test_ring_size_keeps_the_budget_but_holds_a_chunk() -> None:
+    per_block = 72 * 16
+    assert size(RingSettings(max_bytes=per_block * 50 + 1)) == (50, 50)
+    assert size(RingSettings(max_bytes=0)) == (16, 16)

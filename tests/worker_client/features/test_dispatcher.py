@@ -1,0 +1,229 @@
+"""The dispatcher fans out, and no exception of a feature reaches the engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lmcache_qclient.capture.adapter import QRingBufferAdapter
+from lmcache_qclient.capture.ring_size import RingSettings
+from lmcache_qclient.capture.step import RequestStep, StepMeta
+from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
+from lmcache_qclient.features.feature import Feature, Tensors
+from lmcache_qclient.features.query import QTensorFeature
+from lmcache_qclient.features.registry import FEATURE_REGISTRY, TRANSFER_QUERY
+from lmcache_qprotocol.keys import FEATURE_SUFFIX
+from lmcache_qprotocol.reasons import LossReason as Loss
+from tests.worker_client.capture.fake_adapter import FakeAdapter
+from tests.worker_client.capture.fake_vllm import (
+    FullAttentionSpec,
+    cache_config,
+    caches,
+    group,
+    layer_names,
+    vllm_config,
+)
+
+
+class Recorder(Feature):
+    """Notes what is called; raises in the hooks named in `broken`."""
+
+    def __init__(self, layers: tuple[str, ...] = (), reference: str | None = None) -> None:
+        self.layers, self.reference = layers, reference
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.broken: set[str] = set()
+
+    def _note(self, name: str, *args: Any) -> None:
+        self.calls.append((name, args))
+        if name in self.broken:
+            raise KeyError(name)
+
+    def register(self, kv_caches: Any, kv_cache_config: Any, vllm_config: Any) -> tuple[str, ...]:
+        self._note("register", kv_caches, kv_cache_config, vllm_config)
+        return self.layers
+
+    def reference_layer(self) -> str | None:
+        return self.reference
+
+    def begin_step(self, meta: StepMeta) -> None:
+        self._note("begin_step", meta)
+
+    def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: Any) -> None:
+        self._note("save_kv_layer", layer_name, tensors, slot_mapping)
+
+    def wait_for_save(self, event: bytes | None) -> None:
+        self._note("wait_for_save", event)
+
+    def reclaim(self) -> None:
+        self._note("reclaim")
+
+    def reregister(self) -> None:
+        self._note("reregister")
+
+    def step_failed(self) -> None:
+        self._note("step_failed")
+
+    def shutdown(self) -> None:
+        self._note("shutdown")
+
+
+HOOKS: list[tuple[str, tuple[Any, ...]]] = [
+    ("begin_step", (StepMeta(),)),
+    ("save_kv_layer", ("layer", {"q": torch.ones(1)}, None)),
+    ("wait_for_save", (b"event",)),
+    ("reclaim", ()),
+    ("reregister", ()),
+    ("shutdown", ()),
+]
+
+
+@pytest.mark.parametrize(("hook", "args"), HOOKS)
+def test_every_hook_reaches_every_feature_with_its_arguments(
+    hook: str, args: tuple[Any, ...]
+) -> None:
+    features = [Recorder(), Recorder()]
+    getattr(Dispatcher(features), hook)(*args)
+    for feature in features:
+        assert feature.calls == [(hook, args)]
+
+
+@pytest.mark.parametrize(("hook", "args"), HOOKS)
+def test_what_a_feature_raises_costs_its_step_and_nobody_else(
+    hook: str, args: tuple[Any, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    features = [Recorder(), Recorder()]
+    features[0].broken = {hook, "step_failed"}
+    dispatcher = Dispatcher(features)
+    getattr(dispatcher, hook)(*args)
+    assert [name for name, _ in features[0].calls] == [hook, "step_failed"]
+    assert [name for name, _ in features[1].calls] == [hook]
+    assert "given up" in caplog.text
+
+
+def test_an_error_is_logged_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+    feature = Recorder()
+    feature.broken = {"reclaim"}
+    dispatcher = Dispatcher([feature])
+    for _ in range(5):
+        dispatcher.reclaim()
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info is not None
+
+
+def test_registering_joins_layers_and_may_raise() -> None:
+    features = [Recorder(("b", "a")), Recorder(("a", "c"))]
+    dispatcher = Dispatcher(features)
+    assert dispatcher.register({}, 1, 2) == ("b", "a", "c")
+    assert features[1].calls == [("register", ({}, 1, 2))]
+    features[0].broken = {"register"}
+    with pytest.raises(KeyError):
+        dispatcher.register({}, 1, 2)
+
+
+def test_the_reference_layer_is_the_first_there_is() -> None:
+    assert Dispatcher([Recorder(), Recorder(reference="x")]).reference_layer() == "x"
+    assert Dispatcher([Recorder()]).reference_layer() is None
+    assert Dispatcher([]).reference_layer() is None
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def build(requested: tuple[str, ...], announced: tuple[str, ...]) -> Dispatcher:
+    adapter = cast(QRingBufferAdapter, SimpleNamespace(features=announced))
+    return init_dispatcher(requested, adapter, RingSettings())
+
+
+def test_the_requested_features_are_built() -> None:
+    (feature,) = build((TRANSFER_QUERY,), ("other", TRANSFER_QUERY)).features
+    assert isinstance(feature, QTensorFeature)
+    assert build((), ()).features == ()
+
+
+def test_an_unknown_feature_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"transfer_nothing.*known.*transfer_query"):
+        build(("transfer_nothing",), (TRANSFER_QUERY,))
+
+
+@pytest.mark.parametrize(("announced", "said"), [((), "nothing"), (("x", "y"), "x, y")])
+def test_a_feature_that_the_server_does_not_announce_is_named(
+    announced: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"does not store transfer_query.*{said}"):
+        build((TRANSFER_QUERY,), announced)
+
+
+def test_a_new_feature_is_a_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FEATURE_REGISTRY, "transfer_key", lambda adapter, settings: Recorder())
+    names = (TRANSFER_QUERY, "transfer_key")
+    assert [type(f) for f in build(names, names).features] == [QTensorFeature, Recorder]
+
+
+def test_the_registry_speaks_the_protocols_names() -> None:
+    assert set(FEATURE_REGISTRY) == set(FEATURE_SUFFIX)
+
+
+# --- the query feature ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter() -> FakeAdapter:
+    return FakeAdapter(8)
+
+
+@pytest.fixture
+def dispatcher(adapter: FakeAdapter) -> Dispatcher:
+    """The real feature over a real ring: 2 layers, 2 heads of 3."""
+    dispatcher = Dispatcher([QTensorFeature(cast(QRingBufferAdapter, adapter), RingSettings())])
+    names = layer_names(2)
+    config = cache_config(group(FullAttentionSpec(4), names))
+    assert dispatcher.register(caches(names), config, vllm_config()) == tuple(names)
+    assert dispatcher.reference_layer() == names[0]
+    return dispatcher
+
+
+def one_step(dispatcher: Dispatcher, name: str, *, width: int = 3) -> None:
+    part = RequestStep(name, 0, 8, (3, 5), 8, tuple(range(8)), first=True)
+    slots = torch.tensor([*range(12, 16), *range(20, 24)])
+    dispatcher.begin_step(StepMeta((part,)))
+    for layer in layer_names(2):
+        dispatcher.save_kv_layer(layer, {"q": torch.ones(8, 2, width)}, slots)
+    dispatcher.wait_for_save(b"")
+    dispatcher.reclaim()
+
+
+def test_queries_go_the_whole_way(dispatcher: Dispatcher, adapter: FakeAdapter) -> None:
+    one_step(dispatcher, "a")
+    assert adapter.account.captured == 8
+    assert adapter.calls == ["update_report"]
+    dispatcher.shutdown()
+    assert adapter.calls[-1] == "shutdown_q_ring"
+
+
+def test_a_hook_that_raises_gives_the_step_up(
+    dispatcher: Dispatcher, adapter: FakeAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    one_step(dispatcher, "a", width=4)
+    assert adapter.stored == []
+    assert adapter.account.lost == {Loss.CAPTURE_DISABLED: 8}
+    assert "head count" in caplog.text
+    one_step(dispatcher, "b")
+    assert [stored.chunk.request_id for stored in adapter.stored] == ["b"]
+
+
+def test_a_layer_without_a_query_is_layer_missing(
+    dispatcher: Dispatcher, adapter: FakeAdapter
+) -> None:
+    dispatcher.begin_step(StepMeta((RequestStep("a", 0, 4, (3,), 4, (1, 2, 3, 4), True),)))
+    dispatcher.save_kv_layer(layer_names(1)[0], {"k": torch.ones(4, 6)}, torch.arange(12, 16))
+    dispatcher.wait_for_save(b"")
+    assert adapter.account.lost == {Loss.LAYER_MISSING: 4}
+
+
+def test_a_rank_without_attention_wants_no_layer(adapter: FakeAdapter) -> None:
+    dispatcher = Dispatcher([QTensorFeature(cast(QRingBufferAdapter, adapter), RingSettings())])
+    assert dispatcher.register({}, cache_config(), vllm_config()) == ()
+    assert dispatcher.reference_layer() is None

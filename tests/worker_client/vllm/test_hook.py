@@ -1,0 +1,113 @@
+"""The hook sees every real step's query, per instance, and changes nothing for the engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_qclient.vllm.hook import wrap_layers
+
+
+class Impl:
+    """An attention backend."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> str:
+        self.seen.append((args, kwargs))
+        return "output"
+
+
+def layers(*names: str) -> dict[str, Any]:
+    return {name: SimpleNamespace(impl=Impl()) for name in names}
+
+
+Q = torch.ones(3, 2, 4)
+
+
+def test_arguments_and_result_pass_unchanged() -> None:
+    static, seen = layers("a"), []
+    impl = static["a"].impl
+    wrap_layers(static, ["a"], lambda name, query: seen.append((name, query)))
+    args = ("layer", Q, "k", "v", "cache", "metadata", "extra")
+    assert impl.forward(*args, output="out", output_scale=None) == "output"
+    ((got, kwargs),) = impl.seen
+    assert all(ours is theirs for ours, theirs in zip(got, args, strict=True))
+    assert kwargs == {"output": "out", "output_scale": None}
+    assert seen == [("a", Q)]
+    assert seen[0][1] is Q
+
+
+def test_arguments_by_name_pass_too() -> None:
+    static, seen = layers("a"), []
+    wrap_layers(static, ["a"], lambda name, query: seen.append(name))
+    static["a"].impl.forward(
+        "layer", query=Q, key="k", value="v", kv_cache="c", attn_metadata="m", output="o"
+    )
+    assert static["a"].impl.seen == [(("layer", Q, "k", "v", "c", "m"), {"output": "o"})]
+    assert seen == ["a"]
+
+
+def test_a_dummy_run_has_no_metadata_and_is_not_seen() -> None:
+    static, seen = layers("a"), []
+    wrap_layers(static, ["a"], lambda name, query: seen.append(name))
+    assert static["a"].impl.forward("layer", Q, "k", "v", "c", None, output="o") == "output"
+    assert seen == []
+    assert len(static["a"].impl.seen) == 1
+
+
+def test_only_the_named_instances_are_wrapped() -> None:
+    static, seen = layers("a", "b", "c"), []
+    wrap_layers(static, ["a", "c"], lambda name, query: seen.append(name))
+    for name in ("c", "b", "a"):
+        static[name].impl.forward("layer", Q, "k", "v", "cache", "m")
+    assert seen == ["c", "a"]
+    Impl().forward("layer", Q, "k", "v", "cache", "m")
+    assert seen == ["c", "a"], "the class is as it was"
+
+
+def test_the_query_is_seen_before_the_attention_runs() -> None:
+    static, order = layers("a"), []
+    static["a"].impl.forward = lambda *args, **kwargs: order.append("attention")
+    wrap_layers(static, ["a"], lambda name, query: order.append("hook"))
+    static["a"].impl.forward("layer", Q, "k", "v", "c", "m")
+    assert order == ["hook", "attention"]
+
+
+def test_what_the_hook_raises_does_not_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    static = layers("a")
+
+    def broken(name: str, query: torch.Tensor) -> None:
+        raise AttributeError("no forward context")
+
+    wrap_layers(static, ["a"], broken)
+    for _ in range(3):
+        assert static["a"].impl.forward("layer", Q, "k", "v", "c", "m") == "output"
+    assert len(caplog.records) == 1
+
+
+def test_what_the_attention_raises_does() -> None:
+    static = layers("a")
+
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    static["a"].impl.forward = broken
+    wrap_layers(static, ["a"], lambda name, query: None)
+    with pytest.raises(ZeroDivisionError):
+        static["a"].impl.forward("layer", Q, "k", "v", "c", "m")
+
+
+def test_layers_without_a_plain_forward_are_refused_before_any_is_wrapped() -> None:
+    static, seen = layers("a"), []
+    static["mla"] = SimpleNamespace(impl=SimpleNamespace())
+    static["bare"] = SimpleNamespace()
+    wanted = ["a", "mla", "bare", "absent"]
+    with pytest.raises(NotImplementedError, match="mla, bare, absent"):
+        wrap_layers(static, wanted, lambda name, query: seen.append(name))
+    static["a"].impl.forward("layer", Q, "k", "v", "c", "m")
+    assert seen == []

@@ -1,0 +1,221 @@
+"""The scheduler's side: what vLLM hands out piecemeal becomes whole `StepMeta`s. Block 4, reference group 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache_qclient.capture.step import RequestStep, StepMeta
+from lmcache_qclient.vllm.schedule import ScheduleTracker
+from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity, LoraIdentity
+from lmcache_qprotocol.reasons import LossReason as Loss
+
+
+@dataclass
+class Request:
+    """vLLM's `Request`, as far as it is read."""
+
+    request_id: str
+    all_token_ids: list[int]
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Any = None
+    prompt_embeds: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def new(name: str, start: int, blocks: list[int]) -> Any:
+    """`NewRequestData`; group 0 is another group."""
+    return SimpleNamespace(
+        req_id=name, num_computed_tokens=start, block_ids=([900, 901, 902], blocks)
+    )
+
+
+@dataclass
+class Cached:
+    """`CachedRequestData`."""
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    new_block_ids: list[Any] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+def cached(*rows: tuple[str, int, list[int] | None], resumed: tuple[str, ...] = ()) -> Cached:
+    """Rows are (id, first position, new blocks or None)."""
+    return Cached(
+        [name for name, _, _ in rows],
+        set(resumed),
+        [None if blocks is None else ([900], blocks) for _, _, blocks in rows],
+        [start for _, start, _ in rows],
+    )
+
+
+def output(
+    counts: dict[str, int], new: tuple[Any, ...] = (), old: Cached | None = None, **drafts: int
+) -> Any:
+    """`SchedulerOutput`; `drafts` are numbers of draft tokens."""
+    return SimpleNamespace(
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=old or Cached(),
+        num_scheduled_tokens=counts,
+        scheduled_spec_decode_tokens={name: [7] * count for name, count in drafts.items()},
+    )
+
+
+@pytest.fixture
+def tracker() -> ScheduleTracker:
+    return ScheduleTracker(group_index=1, block_size=4)
+
+
+def started(tracker: ScheduleTracker, **more: Any) -> tuple[Request, RequestStep]:
+    """Request a of ten tokens; its first step computes [0, 6)."""
+    request = Request("a", list(range(100, 110)), **more)
+    tracker.request_allocated(request)
+    (step,) = tracker.build(output({"a": 6}, (new("a", 0, [11, 12]),))).requests
+    return request, step
+
+
+def test_a_new_request(tracker: ScheduleTracker) -> None:
+    _, step = started(tracker, cache_salt="salt")
+    assert step == RequestStep(
+        "a", 0, 6, (11, 12), 6, tuple(range(100, 110)), first=True, cache_salt="salt"
+    )
+
+
+def test_a_cached_request_brings_new_blocks_or_none_and_each_token_once(
+    tracker: ScheduleTracker,
+) -> None:
+    request, _ = started(tracker, cache_salt="salt")
+    (step,) = tracker.build(output({"a": 4}, old=cached(("a", 6, [13])))).requests
+    assert step == RequestStep("a", 6, 4, (12, 13), 10)
+    request.all_token_ids += [110]
+    (step,) = tracker.build(output({"a": 1}, old=cached(("a", 10, None)))).requests
+    assert step == RequestStep("a", 10, 1, (13,), 11, (110,))
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "blocks"),
+    [
+        (0, 1, (11,)),
+        (3, 1, (11,)),
+        (3, 2, (11, 12)),
+        (4, 4, (12,)),
+        (7, 6, (12, 13, 14)),
+        (12, 4, (14,)),
+    ],
+)
+def test_block_ids_cover_the_step_and_no_more(
+    tracker: ScheduleTracker, start: int, count: int, blocks: tuple[int, ...]
+) -> None:
+    tracker.request_allocated(Request("a", list(range(16))))
+    data = new("a", start, [11, 12, 13, 14])
+    (step,) = tracker.build(output({"a": count}, (data,))).requests
+    assert step.block_ids == blocks
+    assert (step.start, step.count, step.first) == (start, count, True)
+
+
+def test_drafts_lie_at_or_above_settled(tracker: ScheduleTracker) -> None:
+    request, _ = started(tracker)
+    request.all_token_ids += [110]
+    (step,) = tracker.build(output({"a": 4}, old=cached(("a", 10, [13, 14])), a=3)).requests
+    assert (step.count, step.settled, step.new_tokens) == (4, 11, (110,))
+
+
+def test_resumed_as_a_cached_request(tracker: ScheduleTracker) -> None:
+    """Runner V1: all blocks come anew."""
+    request, _ = started(tracker)
+    request.all_token_ids += [110]
+    tracker.request_allocated(request)
+    rows = cached(("a", 4, [21, 22, 23]), resumed=("a",))
+    (step,) = tracker.build(output({"a": 7}, old=rows)).requests
+    assert step == RequestStep("a", 4, 7, (22, 23), 11, (110,), resumed=True)
+
+
+def test_resumed_as_a_new_request(tracker: ScheduleTracker) -> None:
+    """Runner V2."""
+    request, _ = started(tracker, cache_salt="salt")
+    request.all_token_ids += [110]
+    tracker.request_allocated(request)
+    (step,) = tracker.build(output({"a": 11}, (new("a", 0, [21, 22, 23]),))).requests
+    assert step == RequestStep("a", 0, 11, (21, 22, 23), 11, (110,), resumed=True)
+
+
+def test_the_end_comes_with_the_next_step_and_the_last_tokens(tracker: ScheduleTracker) -> None:
+    request, _ = started(tracker)
+    request.all_token_ids += [110, 111]
+    tracker.request_finished(request)
+    (end,) = tracker.build(output({})).finished
+    assert (end.request_id, end.num_tokens, end.new_tokens) == ("a", 12, (110, 111))
+    assert tracker.build(output({})) == StepMeta()
+    tracker.request_finished(request)
+    assert tracker.build(output({})) == StepMeta()
+
+
+def test_a_request_that_never_ran_has_no_end(tracker: ScheduleTracker) -> None:
+    request = Request("a", [1, 2])
+    tracker.request_finished(request)
+    tracker.request_allocated(request)
+    tracker.request_finished(request)
+    assert tracker.build(output({})) == StepMeta()
+
+
+def test_an_id_used_again_is_a_new_request(tracker: ScheduleTracker) -> None:
+    request, _ = started(tracker)
+    tracker.request_finished(request)
+    again = Request("a", [1, 2, 3], cache_salt="other")
+    tracker.request_allocated(again)
+    meta = tracker.build(output({"a": 3}, (new("a", 0, [31]),)))
+    assert [end.num_tokens for end in meta.finished] == [10]
+    assert meta.requests == (
+        RequestStep("a", 0, 3, (31,), 3, (1, 2, 3), first=True, cache_salt="other"),
+    )
+
+
+def test_an_unknown_cached_request_is_left_alone(tracker: ScheduleTracker) -> None:
+    assert tracker.build(output({"x": 1}, old=cached(("x", 0, None)))) == StepMeta()
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def test_lora_and_pictures_make_the_identity(tracker: ScheduleTracker) -> None:
+    """C25, C26."""
+    lora = SimpleNamespace(lora_name="adapter", lora_path="/adapters/1")
+    picture = SimpleNamespace(identifier="abc", mm_position=SimpleNamespace(offset=3, length=4))
+    _, step = started(tracker, lora_request=lora, mm_features=[picture])
+    assert step.identity == Identity(
+        LoraIdentity("adapter", "/adapters/1"), (ItemIdentity("mm", "abc", 3),)
+    )
+    (step,) = tracker.build(output({"a": 1}, old=cached(("a", 6, None)))).requests
+    assert step.identity == PLAIN, "told once"
+
+
+@pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"cache_salt": "x" * 4097}])
+def test_what_no_key_can_name_is_skipped(tracker: ScheduleTracker, more: dict[str, Any]) -> None:
+    _, step = started(tracker, **more)
+    assert (step.skip, step.cache_salt, step.identity) == (Loss.CAPTURE_DISABLED, "", PLAIN)
+    (step,) = tracker.build(output({"a": 1}, old=cached(("a", 6, None)))).requests
+    assert step.skip is None, "the ledger remembers"
+
+
+@pytest.mark.parametrize("salt", ["", "_default", "@", "/", "..", "\N{GRINNING FACE}", "x" * 4096])
+def test_c24_any_salt_goes_as_it_is(tracker: ScheduleTracker, salt: str) -> None:
+    assert started(tracker, cache_salt=salt)[1].cache_salt == salt
+
+
+def test_several_requests_in_one_step(tracker: ScheduleTracker) -> None:
+    started(tracker)
+    tracker.request_allocated(Request("b", [5, 6, 7]))
+    meta = tracker.build(
+        output({"a": 4, "b": 2}, (new("b", 0, [41]),), cached(("a", 6, [13])), a=1)
+    )
+    by_name = {step.request_id: step for step in meta.requests}
+    assert by_name["b"] == RequestStep("b", 0, 2, (41,), 2, (5, 6, 7), first=True)
+    assert (by_name["a"].block_ids, by_name["a"].settled) == ((12, 13), 9)

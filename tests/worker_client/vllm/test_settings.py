@@ -1,0 +1,114 @@
+"""Switches in `kv_connector_extra_config`, and configurations that are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache_qclient.capture.ring_size import RingSettings
+from lmcache_qclient.vllm.refusals import refuse_unsupported
+from lmcache_qclient.vllm.settings import KNOWN, TRANSFER, Settings, parse_settings
+
+
+def test_nothing_given_is_off() -> None:
+    assert parse_settings({}) == Settings()
+    assert parse_settings({}).features == ()
+    assert parse_settings({}).ring == RingSettings(blocks=None, depth=2, max_bytes=2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [(True, True), ("true", True), ("True", True), (False, False), ("false", False)],
+)
+def test_the_main_switch(value: object, on: bool) -> None:
+    assert parse_settings({TRANSFER: value}).features == (("transfer_query",) if on else ())
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0, None, "", []])
+def test_the_main_switch_is_true_or_false(value: object) -> None:
+    with pytest.raises(ValueError, match="true or false"):
+        parse_settings({TRANSFER: value})
+
+
+def test_all_switches() -> None:
+    settings = parse_settings(
+        {
+            "lmcache.q.server_url": "tcp://h:1",
+            "lmcache.q.ring_blocks": "12",
+            "lmcache.q.ring_depth": 3,
+            "lmcache.q.ring_bytes": "1000",
+            "lmcache.q.connect_timeout_s": "2.5",
+            "lmcache.q.heartbeat_s": 1,
+        }
+    )
+    assert settings == Settings((), "tcp://h:1", RingSettings(12, 3, 1000), 2.5, 1.0)
+    assert len(KNOWN) == 6, "a new switch belongs into this test"
+
+
+@pytest.mark.parametrize(("given", "blocks"), [(5, 5), (0, 1), (-3, 1), ("7", 7)])
+def test_ring_blocks_is_at_least_one(given: object, blocks: int) -> None:
+    assert parse_settings({"lmcache.q.ring_blocks": given}).ring.blocks == blocks
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_an_unknown_switch_is_refused_with_the_known_ones(on: bool) -> None:
+    with pytest.raises(ValueError, match=r"lmcache\.q\.ring_block,") as info:
+        parse_settings({"lmcache.q.ring_block": 1, "lmcache.q.zzz": 2, TRANSFER: on})
+    for name in [*KNOWN, "lmcache.q.zzz"]:
+        assert name in str(info.value)
+
+
+def test_other_peoples_switches_are_not_ours() -> None:
+    parse_settings({"lmcache.mp.host": "x", "lmcache.queue": 1, "whatever": None})
+
+
+@pytest.mark.parametrize("key", ["ring_blocks", "ring_depth", "ring_bytes"])
+@pytest.mark.parametrize("value", ["many", True, [], float("inf"), float("nan")])
+def test_whole_numbers(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{key} is a whole number"):
+        parse_settings({f"lmcache.q.{key}": value})
+
+
+@pytest.mark.parametrize("key", ["connect_timeout_s", "heartbeat_s"])
+@pytest.mark.parametrize("value", ["soon", None, 0, -1, float("nan")])
+def test_seconds(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=key):
+        parse_settings({f"lmcache.q.{key}": value})
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def config(parallel: dict[str, Any] | None = None, cache: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**(parallel or {})),
+        cache_config=SimpleNamespace(**(cache or {})),
+    )
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        config(),
+        config({"decode_context_parallel_size": 1, "prefill_context_parallel_size": None}),
+        config(cache={"kv_sharing_fast_prefill": False}),
+        config({"tensor_parallel_size": 8}),
+    ],
+)
+def test_what_can_be_captured(fine: Any) -> None:
+    refuse_unsupported(fine)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (config({"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
+        (config({"prefill_context_parallel_size": 4}), "prefill_context_parallel_size"),
+        (config(cache={"kv_sharing_fast_prefill": True}), "kv_sharing_fast_prefill"),
+    ],
+)
+def test_what_cannot_is_named(bad: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        refuse_unsupported(bad)

@@ -1,0 +1,232 @@
+"""`connect` and what it gives: the SDK's one object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.qcache.catalog import (
+    StoredEntry,
+    StoredLayout,
+    model_names,
+    read_status,
+    stored_layouts,
+)
+from lmcache_qclient.qcache.reading import Found, Wanted, find, read
+from lmcache_qclient.qcache.retrieval import Lookup, Retrieval
+from lmcache_qclient.qcache.session import Session
+from lmcache_qclient.qcache.status_page import fetch_status
+from lmcache_qclient.qcache.token_ids import token_list
+from lmcache_qprotocol.hashing import HashChain
+from lmcache_qprotocol.identity import Identity, ItemIdentity, LoraIdentity
+from lmcache_qprotocol.keys import FEATURE_SUFFIX, feature_model_name
+
+if TYPE_CHECKING:
+    import torch
+
+FEATURE = "transfer_query"
+
+
+def connect(
+    url: str = "tcp://127.0.0.1:5555",
+    http_url: str = "http://127.0.0.1:8080",
+    model_name: str | None = None,
+    *,
+    timeout_s: float = 10.0,
+) -> QCacheContext:
+    """Connect to a server; use the result in a `with` block, or `close` it.
+
+    Args:
+        url: of the server's ZeroMQ endpoint.
+        http_url: of its HTTP side, where it tells what is stored.
+        model_name: as the engine calls it; None when the server knows only one.
+        timeout_s: for every answer, seconds.
+
+    Raises:
+        ConnectionError: nobody answers at `url` or `http_url`.
+        ValueError: no model was named and the server knows several.
+    """
+    connection = Connection.open(url, client=f"qcache/{os.getpid()}", timeout_s=timeout_s)
+    context = QCacheContext(Session(connection, timeout_s), http_url, model_name, timeout_s)
+    try:
+        context.refresh()
+    except BaseException:
+        context.close()
+        raise
+    return context
+
+
+class QCacheContext:
+    """Finds and reads the queries of one model; made by `connect`.
+
+    Threads may share it; requests wait for each other. It survives restarts of the server, not forks.
+    """
+
+    def __init__(
+        self, session: Session, http_url: str, model_name: str | None, timeout_s: float
+    ) -> None:
+        self._session = session
+        self._http_url = http_url
+        self._timeout_s = timeout_s
+        self._asked_model = model_name
+        self._model: str | None = _key_model_name(model_name) if model_name else None
+        self._entries: tuple[StoredEntry, ...] = ()
+        self._layouts: tuple[StoredLayout, ...] = ()
+
+    def __enter__(self) -> QCacheContext:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; tensors stay valid. Idempotent."""
+        self._session.close()
+
+    # --- what is stored -----------------------------------------------------------------------------------------
+
+    @property
+    def layouts(self) -> tuple[StoredLayout, ...]:
+        """The ways in which the model is stored; asks the server as long as there is no complete one.
+
+        Raises:
+            ConnectionError: the server's HTTP side does not answer.
+            ValueError: no model was named and the server knows several.
+        """
+        if not any(layout.complete for layout in self._layouts):
+            self.refresh()
+        return self._layouts
+
+    def refresh(self) -> None:
+        """Ask the server anew what is stored, for example after the engine was started in another layout.
+
+        Raises:
+            ConnectionError, ValueError: as `layouts`.
+        """
+        self._entries = read_status(fetch_status(self._http_url, self._timeout_s))
+        if self._asked_model is None:
+            self._model = self._only_model()
+        self._layouts = stored_layouts(self._entries, self._model) if self._model else ()
+
+    def _only_model(self) -> str | None:
+        names = model_names(self._entries)
+        if len(names) > 1:
+            raise ValueError(f"pass model_name=, the server knows several: {_listed(names)}")
+        return names[0] if names else None
+
+    def _layout(self, layout: StoredLayout | None) -> StoredLayout:
+        """The layout to read: the given one, or the only one."""
+        layouts = (layout,) if layout is not None else self.layouts
+        if not layouts:
+            name = self._asked_model or "any model"
+            raise ValueError(
+                f"nothing is stored of {name}; the server knows {_listed(model_names(self._entries)) or 'no model'}: "
+                "check model_name, or let the engine run first"
+            )
+        if len(layouts) > 1:
+            listed = "; ".join(map(str, layouts))
+            raise ValueError(
+                f"pass layout=, one of the context's .layouts; the model is stored as {listed}"
+            )
+        chosen = layouts[0]
+        if not chosen.missing_ranks and not chosen.tiled:
+            raise ValueError(
+                f"the heads that the ranks say they hold do not make up the whole model: {chosen}"
+            )
+        return chosen
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        token_ids: Any,
+        *,
+        cache_salt: str = "",
+        lora: LoraIdentity | None = None,
+        mm: Sequence[ItemIdentity] = (),
+        layout: StoredLayout | None = None,
+    ) -> Lookup:
+        """How much of a sequence is stored, without reading it. Arguments and errors as `retrieve`."""
+        wanted = self._wanted(token_ids, cache_salt, Identity(lora, tuple(mm)), layout)
+        found = self._session.run(lambda: find(self._session, wanted))
+        return Lookup(found.prefix * wanted.chunk_size, found.missing)
+
+    def retrieve(
+        self,
+        token_ids: Any,
+        *,
+        cache_salt: str = "",
+        lora: LoraIdentity | None = None,
+        mm: Sequence[ItemIdentity] = (),
+        layout: StoredLayout | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Retrieval:
+        """The queries of the longest stored prefix of a sequence.
+
+        Args:
+            token_ids: list or tuple of ints, or a 1-D integer numpy array or torch tensor.
+            cache_salt, lora, mm: as the engine had them when it computed the sequence.
+            layout: where the model is stored in several, one of `layouts`.
+            out: contiguous CPU tensor `[layers, enough tokens, heads, head_dim]` to read into; what lies behind the
+                result's `num_tokens` is left in any state.
+
+        Raises:
+            TypeError, ValueError: an argument can't be used, or nothing is known of the model.
+            ConnectionError: the server does not answer, after one renewal of the connection.
+            RequestError: it refuses; lifeline_required when its memory is not reachable from here.
+        """
+        wanted = self._wanted(token_ids, cache_salt, Identity(lora, tuple(mm)), layout)
+        return self._session.run(lambda: self._read(wanted, out))
+
+    def _wanted(
+        self, token_ids: Any, cache_salt: str, identity: Identity, layout: StoredLayout | None
+    ) -> Wanted:
+        ids = token_list(token_ids)
+        chosen = self._layout(layout)
+        chunk_size = chosen.chunk_size or self._session.connection.hello.chunk_size
+        chain = HashChain(chunk_size, identity)
+        chain.extend(ids)
+        return Wanted(chosen, chunk_size, cache_salt, tuple(chain.hashes), len(ids))
+
+    def _read(self, wanted: Wanted, out: torch.Tensor | None) -> Retrieval:
+        from lmcache_qclient.qcache import (
+            tensors,
+        )  # torch is loaded when the first tensor is wanted
+
+        found = find(self._session, wanted)
+        tokens = found.prefix * wanted.chunk_size
+        if out is None:
+            tensor = tensors.empty(wanted.layout, tokens)
+        else:
+            tensors.check_out(out, wanted.layout, tokens)
+            tensor = out
+        found = self._fill(wanted, found, tensors.bits_of(tensor, wanted.layout))
+        tokens = found.prefix * wanted.chunk_size
+        front = tensor[:, :tokens]
+        return Retrieval(
+            tensor=front if out is not None else front.contiguous(),
+            num_tokens=tokens,
+            missing=found.missing,
+            layer_ids=wanted.layout.layer_ids,
+        )
+
+    def _fill(self, wanted: Wanted, found: Found, target: Any) -> Found:
+        return read(self._session, wanted, found, target) if found.prefix else found
+
+
+def _key_model_name(model_name: str) -> str:
+    if model_name.endswith(FEATURE_SUFFIX[FEATURE]):
+        return model_name
+    return feature_model_name(model_name, FEATURE)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name.removesuffix(FEATURE_SUFFIX[FEATURE]) for name in names)

@@ -1,0 +1,100 @@
+"""The SDK's connection: renews itself once when the server has been restarted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.qcache.pool_map import PoolMap
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.operations import Operation
+
+Result = TypeVar("Result")
+
+_STRANGER = frozenset({ErrorCode.HELLO_REQUIRED, ErrorCode.LIFELINE_REQUIRED})
+"""What a server says that does not know our session."""
+
+
+class Session:
+    """One request at a time over a connection of its own.
+
+    Args:
+        connection: open; closed with the session.
+        timeout_s: for every answer, seconds.
+    """
+
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
+        self.connection = connection
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._pool: PoolMap | None = None
+        self._broken = False
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Do `work`, which may be done twice: once more on a new connection when the present one turns out dead.
+
+        A new connection has a new session, so the server drops the leases that a lost answer may have granted.
+
+        Raises:
+            ConnectionError: the new connection failed as well, or could not be made.
+            Exception: whatever else `work` raises.
+        """
+        with self._lock:
+            if self._is_stale():
+                self._renew()
+            try:
+                return work()
+            except (ConnectionError, RequestError) as error:
+                if isinstance(error, RequestError) and error.code not in _STRANGER:
+                    raise
+                self._renew()
+                return self._second_try(work)
+
+    def ask(self, operation: Operation, payloads: tuple[Any, ...]) -> Any:
+        """One request; only inside `run`. Raises as `RequestLink.call`."""
+        return self.connection.link.call(operation, payloads, self._timeout_s)
+
+    def pool(self) -> npt.NDArray[np.uint8]:
+        """The server's pool for reading, uint8 `[pool_bytes]`; only inside `run`.
+
+        Raises:
+            RequestError(lifeline_required): the server's memory can't be reached from here.
+        """
+        lifeline = self.connection.lifeline
+        if lifeline is None:
+            raise RequestError(
+                ErrorCode.LIFELINE_REQUIRED,
+                "retrieving needs the server's memory: run on its host, or mount its runtime directory into this "
+                f"container ({self.connection.no_lifeline_because})",
+            )
+        if self._pool is None or self._pool.lifeline is not lifeline:
+            self._pool = PoolMap(lifeline)
+        return self._pool.bytes()
+
+    def close(self) -> None:
+        """Close the connection; the mapping goes with the last array over it."""
+        with self._lock:
+            self._pool = None
+            self.connection.close()
+
+    def _is_stale(self) -> bool:
+        lifeline = self.connection.lifeline
+        return self._broken or (lifeline is not None and not lifeline.is_open())
+
+    def _renew(self) -> None:
+        self._broken = True
+        self._pool = None
+        self.connection.renew(self._timeout_s)
+        self._broken = False
+
+    def _second_try(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except ConnectionError:
+            self._broken = True
+            raise

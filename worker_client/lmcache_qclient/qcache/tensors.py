@@ -1,0 +1,51 @@
+"""The caller's tensor and the bits under it."""
+
+from __future__ import annotations
+
+import torch
+
+from lmcache_qclient.qcache.catalog import StoredLayout
+from lmcache_qclient.qcache.stitch import Bits, bits_dtype
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that both torch and numpy know."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of a name of `DTYPE_BYTES`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def empty(layout: StoredLayout, num_tokens: int) -> torch.Tensor:
+    """An uninitialised tensor `[layers, num_tokens, heads, head_dim]`."""
+    shape = (len(layout.layer_ids), num_tokens, layout.num_heads, layout.head_dim)
+    return torch.empty(shape, dtype=torch_dtype(layout.dtype))
+
+
+def check_out(out: torch.Tensor, layout: StoredLayout, num_tokens: int) -> None:
+    """Make sure that `num_tokens` tokens fit into the caller's tensor.
+
+    Raises:
+        ValueError: they don't, or it is not a contiguous CPU tensor of the stored type.
+    """
+    layers, heads, head_dim = len(layout.layer_ids), layout.num_heads, layout.head_dim
+    fits = out.dim() == 4 and (out.shape[0], *out.shape[2:]) == (layers, heads, head_dim)
+    if not fits or out.shape[1] < num_tokens:
+        raise ValueError(
+            f"out has shape {list(out.shape)}, and [{layers}, {num_tokens} or more, {heads}, {head_dim}] is needed"
+        )
+    if out.dtype != torch_dtype(layout.dtype):
+        raise ValueError(
+            f"out has dtype {out.dtype}, and what is stored has {torch_dtype(layout.dtype)}"
+        )
+    if out.device.type != "cpu" or not out.is_contiguous():
+        raise ValueError(
+            "out must be a contiguous tensor on the CPU: copy it to where you need it afterwards"
+        )
+
+
+def bits_of(tensor: torch.Tensor, layout: StoredLayout) -> Bits:
+    """The tensor's memory as unsigned integers, same shape; no copy."""
+    dtype = bits_dtype(layout.dtype)
+    return tensor.detach().view(_INTEGER[dtype.itemsize]).numpy().view(dtype)
