@@ -28,6 +28,8 @@ MESSAGES_PER_TURN = 64
 """Messages read before the loop may do something else."""
 HIGH_WATER_MESSAGES = 4096
 """Per client and direction."""
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 10_000
 CLOSE_LINGER_MS = 1000
 
 
@@ -61,6 +63,9 @@ class MainLoop:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        # A dead worker's forked child, or a cut cable, holds a connection open that nobody serves: ZeroMQ asks and closes.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._fd = cast(int, self._socket.getsockopt(zmq.FD))
         self._scheduled = False
         self._open = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -18,7 +19,8 @@ def batch(random: Random, requests: int) -> tuple[list[Run], dict[str, dict[int,
     """Runs of some requests, and per request: cache slot -> (ring slot, stamp)."""
     engine = random.sample(range(0, 4000, 4), 4 * requests)
     ring = random.sample(range(0, 4000, 4), 4 * requests)
-    runs, wanted = [], {}
+    runs: list[Run] = []
+    wanted: dict[str, dict[int, tuple[int, int]]] = {}
     for number in range(requests):
         name = f"r{number}"
         wanted[name] = {}
@@ -52,7 +54,7 @@ def test_any_order_any_padding_any_strangers(seed: int, requests: int, int32: bo
     assert unmatched == ()
     assert got == {row: everything[slot] for row, slot in enumerate(mapping) if slot in everything}
     if int32:
-        slots = np.array(mapping, dtype=np.int32)
+        slots: Any = np.array(mapping, dtype=np.int32)
         assert attribute(slots, targets_of(runs)).unmatched == ()
 
 

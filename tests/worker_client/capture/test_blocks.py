@@ -53,7 +53,8 @@ def test_freeing_twice_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 @given(st.lists(st.integers(-2, 6), max_size=40))
 def test_no_block_has_two_owners(moves: list[int]) -> None:
     """A number n >= 0 allocates n, a negative one frees what was given out longest ago."""
-    blocks, held = BlockAllocator(9), []
+    blocks = BlockAllocator(9)
+    held: list[int] = []
     for move in moves:
         if move >= 0:
             ids = blocks.allocate(move)

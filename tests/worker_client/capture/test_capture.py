@@ -17,7 +17,7 @@ from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qprotocol.hashing import chunk_hashes
 from lmcache_qprotocol.reasons import LossReason as Loss
-from lmcache_qprotocol.stamps import first_stamp
+from lmcache_qprotocol.stamps import EMPTY, first_stamp
 from tests.worker_client.capture.engine import Chances, Engine, SimRequest
 from tests.worker_client.capture.fake_adapter import FakeAdapter
 from tests.worker_client.capture.fake_vllm import (
@@ -316,11 +316,31 @@ def test_a_step_that_was_never_closed_does_not_leak_into_the_next(worker: Worker
 def test_the_plan_is_consumed(worker: Worker) -> None:
     part = worker.part("a", 0, 8)
     worker.step(part)
+    assert worker.capture.ring is not None
+    before = worker.capture.ring.flat.clone()
+    real, worker.tokens["a"] = worker.tokens["a"], worker.tokens["a"] + 9
     worker.forward([part])  # a forward that no step announced: a dummy run
+    worker.tokens["a"] = real
     worker.capture.batched_submit_qstore_requests(b"")
+    assert torch.equal(worker.capture.ring.flat, before)
     worker.capture.batched_submit_qstore_requests(b"")
     assert worker.check() == [("a", 0, 8)]
     goes_on(worker)
+
+
+def test_a_block_given_to_another_chunk_has_no_stamps_before_its_rows(worker: Worker) -> None:
+    worker.step(worker.part("a", 0, 8))
+    assert worker.capture.ring is not None
+    stamps = worker.capture.ring.flat_stamps[:8]
+    assert (stamps >= 0).all(), "the last owner's"
+    part = worker.part("b", 0, 5)
+    worker.capture.begin_step(StepMeta((part,)))
+    assert (stamps == EMPTY).all()
+    worker.forward([part])
+    assert (stamps == EMPTY).all(), "the stamp comes after the last layer"
+    worker.capture.batched_submit_qstore_requests(b"")
+    assert (stamps[:5] >= 0).all()
+    assert (stamps[5:] == EMPTY).all()
 
 
 def test_one_request_whose_rows_are_elsewhere_does_not_hurt_the_other(worker: Worker) -> None:

@@ -162,7 +162,8 @@ def size(settings: RingSettings, chunk: int = 256, **more: int | None) -> tuple[
     assert geometry is not None
     assert geometry.layout.token_bytes == 3 * 2 * 3 * 4
     scheduler = vllm_config(**more).scheduler_config  # type: ignore[arg-type]
-    return tuple(ring_blocks(settings, geometry.layout, 16, chunk, scheduler))
+    blocks = ring_blocks(settings, geometry.layout, 16, chunk, scheduler)
+    return blocks.total, blocks.steps
 
 
 def test_ring_size_is_steps_and_open_chunks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lmcache_qclient.capture.account import Account
@@ -42,8 +44,8 @@ class Bench:
         *,
         drafts: int = 0,
         tokens: int | None = None,
-        **more,
-    ) -> RequestStep:  # type: ignore[no-untyped-def]
+        **more: Any,
+    ) -> RequestStep:
         """Positions [start, stop) of a request, the last `drafts` of them guessed."""
         known = self.known.get(name, 0) if not more.get("first") else 0
         upto = stop - drafts if tokens is None else tokens

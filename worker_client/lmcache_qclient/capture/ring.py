@@ -213,7 +213,7 @@ class QRingBuffer:
         """Stamp rows, after the last layer has been written. Both int64 `[rows]`; slot -1 stamps nothing."""
         trash = self.num_blocks * self.block_size
         self.flat_stamps.index_copy_(
-            0, torch.where(ring_slots < 0, 1, ring_slots), stamps.to(self.device)
+            0, torch.where(ring_slots < 0, trash, ring_slots), stamps.to(self.device)
         )
 
     def populate(self, num_blocks: int) -> None:

@@ -1,0 +1,100 @@
+"""A worker without an engine: the real capture, ring and adapter, fed step by step with Q = f(position, layer, element).
+
+Run as a program it registers a ring and waits to be killed: `python -m tests.e2e.small_worker URL [fork]`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lmcache_qclient.capture.account import Account
+from lmcache_qclient.capture.adapter import QRingBufferAdapter
+from lmcache_qclient.capture.capture import QRingBufferCapture
+from lmcache_qclient.capture.ring_size import RingSettings
+from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qclient.link.connection import Connection
+from tests.worker_client.capture.fake_vllm import (
+    FullAttentionSpec,
+    cache_config,
+    caches,
+    group,
+    layer_names,
+    vllm_config,
+)
+
+MODEL = "small"
+LAYERS, HEADS, HEAD_DIM = 3, 2, 8
+BLOCK = 16
+
+
+def rows(positions: Sequence[int], layer: int) -> torch.Tensor:
+    """Q of some positions: float32 `[rows, heads, head_dim]`, every element unlike every other."""
+    position = torch.tensor(positions, dtype=torch.float32).view(-1, 1, 1)
+    element = torch.arange(HEADS * HEAD_DIM, dtype=torch.float32).view(1, HEADS, HEAD_DIM)
+    return position * 100 + layer * 20 + element
+
+
+class SmallWorker:
+    """One worker of model `MODEL`."""
+
+    def __init__(self, url: str, instance_id: str = "small-0", ring_blocks: int = 64) -> None:
+        self.account = Account()
+        self.adapter = QRingBufferAdapter(
+            Connection.open(url, client="small worker"),
+            instance_id=instance_id,
+            model_name=MODEL,
+            world_size=1,
+            rank=0,
+            account=self.account,
+            heartbeat_interval_s=0.5,
+        )
+        self.capture = QRingBufferCapture(self.adapter, RingSettings(blocks=ring_blocks))
+        names = layer_names(LAYERS)
+        self.names = names
+        self.capture.setup_q_ring(
+            caches(names),
+            cache_config(group(FullAttentionSpec(BLOCK), names)),
+            vllm_config(heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK),
+        )
+
+    def prefill(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Compute a whole prompt in one step; its cache blocks are scattered, its rows come backwards."""
+        blocks = tuple(7 + 3 * index for index in range(-(-len(tokens) // BLOCK)))
+        step = RequestStep(
+            request_id, 0, len(tokens), blocks, len(tokens), tuple(tokens), first=True
+        )
+        self.capture.begin_step(StepMeta((step,)))
+        order = list(reversed(range(len(tokens))))
+        slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in order])
+        for layer, name in enumerate(self.names):
+            self.capture.save_q_layer(name, rows(order, layer), slots)
+
+    def finish_step(self) -> None:
+        """The forward pass is over."""
+        self.capture.batched_submit_qstore_requests(b"")
+
+    def settle(self, request_id: str) -> None:
+        """End a request and wait until every store has been answered."""
+        self.capture.begin_step(StepMeta((), (FinishedRequest(request_id),)))
+        self.finish_step()
+        for sequence in list(self.adapter._in_flight):
+            self.adapter.wait_for_store(sequence, 10)
+        self.capture.reclaim()
+
+
+def main() -> None:
+    """Register, perhaps fork a child that keeps every descriptor, say so, wait."""
+    worker = SmallWorker(sys.argv[1])
+    if "fork" in sys.argv and os.fork() == 0:
+        signal.pause()
+    print(worker.adapter.instance_id, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""From a forward pass's rows to a reader's tensor, through the real daemon; and what happens when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_qclient.qcache import connect
+from lmcache_qprotocol.reasons import LossReason, MissReason
+from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon, wait_until
+from tests.e2e.small_worker import LAYERS, MODEL, SmallWorker, rows
+
+CHUNK = 64
+TOKENS = list(range(1000, 1000 + 3 * CHUNK + 10))
+
+
+@pytest.fixture
+def daemon() -> Iterator[RunningDaemon]:
+    """A daemon with small chunks."""
+    with running_daemon(chunk_size=CHUNK) as running:
+        yield running
+
+
+def expected(tokens: int) -> torch.Tensor:
+    """`[layers, tokens, heads, head_dim]`."""
+    return torch.stack([rows(range(tokens), layer) for layer in range(LAYERS)])
+
+
+def test_every_row_comes_back(daemon: RunningDaemon) -> None:
+    worker = SmallWorker(daemon.url)
+    worker.prefill("a", TOKENS)
+    worker.finish_step()
+    worker.settle("a")
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        found = cache.retrieve(TOKENS)
+    assert torch.equal(found.tensor, expected(3 * CHUNK))
+    assert [(chunk.start, chunk.end, chunk.reason) for chunk in found.missing] == [
+        (3 * CHUNK, len(TOKENS), MissReason.TOO_SHORT)
+    ]
+    assert (worker.account.captured, worker.account.pending) == (3 * CHUNK, 0)
+    assert worker.account.lost == Counter({LossReason.TAIL_OFF: 10})
+    worker.capture.shutdown()
+    coverage = daemon.status()["coverage"]
+    assert (coverage["computed"], coverage["captured"]) == (len(TOKENS), 3 * CHUNK)
+
+
+def test_a_flipped_stamp_is_refused_counted_and_a_miss_with_that_reason(
+    daemon: RunningDaemon,
+) -> None:
+    worker = SmallWorker(daemon.url)
+    worker.prefill("a", TOKENS)
+    ring, ledger = worker.capture.ring, worker.capture.ledger
+    assert ring is not None
+    assert ledger is not None
+    victim = ledger._requests["a"].open[1].blocks[2]
+    stamp = ring.stamp
+
+    def flip_one_bit(slots: torch.Tensor, stamps: torch.Tensor) -> None:
+        stamp(slots, stamps)
+        ring.flat_stamps[victim * ring.block_size + 5] ^= 1 << 40
+
+    ring.stamp = flip_one_bit  # type: ignore[method-assign]  # the fault that is planted
+    worker.finish_step()
+    worker.settle("a")
+    assert worker.account.lost[LossReason.STAMP_MISMATCH] == CHUNK
+    assert worker.account.captured == 2 * CHUNK
+    assert daemon.metrics()['lmcache_mp_store_chunks_total{outcome="stamp_mismatch"}'] == 1
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        found = cache.retrieve(TOKENS)
+    assert torch.equal(found.tensor, expected(CHUNK))
+    assert found.missing[0].reason is MissReason.STAMP_MISMATCH
+    assert (found.missing[0].start, found.missing[0].end) == (CHUNK, 2 * CHUNK)
+    assert ring.num_free_blocks() == ring.num_blocks
+    worker.capture.shutdown()
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child"])
+def test_a_killed_worker_leaves_nothing(daemon: RunningDaemon, fork: bool) -> None:
+    names_before = set(os.listdir("/dev/shm"))
+    files_before = daemon.open_files()
+    command = [sys.executable, "-m", "tests.e2e.small_worker", daemon.url, *["fork"] * fork]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            name = process.stdout.readline().strip()
+            assert daemon.status()["registered_q_ids"] == [name]
+            assert daemon.open_files() > files_before
+            os.kill(process.pid, signal.SIGKILL)
+            wait_until(lambda: daemon.status()["registered_q_ids"] == [], "the ring is gone", 1.0)
+            wait_until(lambda: daemon.open_files("memfd:lmcache-q-ring") == 0, "its memory is gone", 1.0)
+            # A forked child keeps the dead worker's TCP connection open until ZeroMQ's heartbeat finds nobody there.
+            wait_until(lambda: daemon.open_files() <= files_before, "no descriptor is left", 30.0)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) <= names_before
+
+
+def test_a_restarted_server_is_found_again_and_blocks_come_back() -> None:
+    with running_daemon(chunk_size=CHUNK) as first:
+        url, lifeline = first.url, first.lifeline
+        worker = SmallWorker(url)
+        worker.prefill("a", TOKENS)
+        worker.finish_step()
+        worker.settle("a")
+        first.process.kill()
+        first.process.wait()
+        heartbeat = worker.adapter._heartbeat
+        wait_until(lambda: not heartbeat.healthy, "the loss is noticed", 5.0)
+        worker.prefill("b", TOKENS)
+        worker.finish_step()
+        worker.settle("b")
+        assert worker.account.lost[LossReason.SERVER_UNAVAILABLE] == 3 * CHUNK
+    http_port = int(first.http_url.rsplit(":", 1)[1])
+    with running_daemon(
+        chunk_size=CHUNK, url=url, lifeline=lifeline, http_port=http_port
+    ) as second:
+        wait_until(lambda: heartbeat.healthy, "the server is found again")
+        worker.prefill("c", TOKENS)
+        worker.finish_step()
+        worker.settle("c")
+        with connect(second.url, second.http_url, MODEL) as cache:
+            assert torch.equal(cache.retrieve(TOKENS).tensor, expected(3 * CHUNK))
+        assert worker.account.captured == 6 * CHUNK
+        assert worker.account.pending == 0
+        ring = worker.capture.ring
+        assert ring is not None
+        assert ring.num_free_blocks() == ring.num_blocks
+        worker.capture.shutdown()
