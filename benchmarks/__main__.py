@@ -19,15 +19,21 @@ BENCH = Path("bench.json")
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="pairs per size of store and retrieve")
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of engine batches; 0 leaves the engine out")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="pairs per size of store and retrieve"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=12, help="pairs of engine batches; 0 leaves the engine out"
+    )
     options = parser.parse_args()
 
     store, retrieve = {}, {}
     with running_server("--pool-bytes", "3GiB") as server:
         for size in SIZES_MIB:
             print(f"store and retrieve, {size} MiB ...", flush=True)
-            store[f"{size}MiB"], retrieve[f"{size}MiB"] = store_and_retrieve.measure(server, size, options.rounds)
+            store[f"{size}MiB"], retrieve[f"{size}MiB"] = store_and_retrieve.measure(
+                server, size, options.rounds
+            )
         print("round trip ...", flush=True)
         trip = round_trip.measure(server)
         figures = {"store_vs_memcpy": store, "retrieve_vs_memcpy": retrieve, "rtt_vs_raw": trip}
@@ -36,7 +42,9 @@ def main() -> None:
             prepare(MODEL, print)
             figures["capture_overhead"] = overhead.measure(server, MODEL, options.pairs)
     rows = [
-        {"figure": name, "of": part, "value": value} for name, parts in figures.items() for part, value in parts.items()
+        {"figure": name, "of": part, "value": value}
+        for name, parts in figures.items()
+        for part, value in parts.items()
     ]
     print(render_table(rows))
     BENCH.write_text(json.dumps(figures, indent=2) + "\n")

@@ -47,7 +47,9 @@ def main() -> None:
     for line in sys.stdin:
         chance = random.Random(int(line))
         prompts = [
-            TokensPrompt(prompt_token_ids=[chance.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)])
+            TokensPrompt(
+                prompt_token_ids=[chance.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)]
+            )
             for _ in range(PROMPTS)
         ]
         began = time.perf_counter()

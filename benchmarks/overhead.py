@@ -22,7 +22,11 @@ class Engine:
     """A child process that runs batches."""
 
     def __init__(self, model: Path, *server_url: str) -> None:
-        one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        one_thread = {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine", str(model), *server_url],
             stdin=subprocess.PIPE,

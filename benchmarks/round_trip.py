@@ -27,7 +27,9 @@ def _echo(pipe: Pipe) -> None:
 @contextlib.contextmanager
 def _echo_port() -> Iterator[int]:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_echo, args=(theirs,), daemon=True
+    )
     process.start()
     try:
         yield ours.recv()
@@ -39,7 +41,11 @@ def _echo_port() -> Iterator[int]:
 def measure(server: Server, rounds: int = 4000) -> dict[str, float]:
     """p50 of both in microseconds, and ours divided by theirs."""
     context = zmq.Context()
-    with _echo_port() as port, context.socket(zmq.DEALER) as ours, context.socket(zmq.DEALER) as raw:
+    with (
+        _echo_port() as port,
+        context.socket(zmq.DEALER) as ours,
+        context.socket(zmq.DEALER) as raw,
+    ):
         ours.connect(server.url)
         raw.connect(f"tcp://127.0.0.1:{port}")
         frames = encode_request(encode(1), PING, [None])

@@ -15,7 +15,9 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def interleaved(ours: Callable[[int], object], theirs: Callable[[int], object], rounds: int) -> list[tuple[float, float]]:
+def interleaved(
+    ours: Callable[[int], object], theirs: Callable[[int], object], rounds: int
+) -> list[tuple[float, float]]:
     """`rounds` pairs of times; who goes first alternates, so that a drift of the machine hits both."""
     pairs = []
     for index in range(rounds):
@@ -34,7 +36,9 @@ def speed_ratio(pairs: Sequence[tuple[float, float]]) -> float:
     return statistics.median(theirs / ours for ours, theirs in pairs)
 
 
-def bootstrap_interval(pairs: Sequence[tuple[float, float]], draws: int = 2000) -> tuple[float, float]:
+def bootstrap_interval(
+    pairs: Sequence[tuple[float, float]], draws: int = 2000
+) -> tuple[float, float]:
     """95 % interval of `speed_ratio`, by resampling pairs (percentile bootstrap, fixed seed)."""
     chance = random.Random(0)
     ratios = sorted(speed_ratio(chance.choices(pairs, k=len(pairs))) for _ in range(draws))

@@ -71,14 +71,16 @@ def prompt(index: int) -> list[int]:
     return [index, *range(CHUNK - 1)]
 
 
-def prepare_chunk(ring: QRingBuffer, index: int) -> FinishedChunk:
-    """Stamp the rows of one chunk in the ring."""
-    place = index % PLACES
-    blocks = tuple(range(place * CHUNK // BLOCK, (place + 1) * CHUNK // BLOCK))
+def prepare_chunk(adapter: QRingBufferAdapter, ring: QRingBuffer, index: int) -> FinishedChunk:
+    """Take ring blocks for a chunk and stamp its rows, as a worker does in a forward pass."""
+    blocks = ring.allocate(CHUNK // BLOCK)
+    assert blocks is not None
     nonce = index + 1
     slots = torch.arange(blocks[0] * BLOCK, blocks[0] * BLOCK + CHUNK)
     ring.stamp(slots, torch.arange(CHUNK) + first_stamp(nonce, 0))
-    return FinishedChunk("bench", 0, CHUNK, chunk_hashes(prompt(index), CHUNK)[0], "", blocks, nonce)
+    adapter.account.computed += CHUNK
+    chunk_hash = chunk_hashes(prompt(index), CHUNK)[0]
+    return FinishedChunk("bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce)
 
 
 def measure(server: Server, chunk_mib: int, rounds: int) -> tuple[float, float]:
@@ -98,16 +100,15 @@ def measure(server: Server, chunk_mib: int, rounds: int) -> tuple[float, float]:
             assert sequence is not None
             adapter.wait_for_store(sequence)
 
-        chunks = [prepare_chunk(ring, index) for index in range(PLACES)]
-        for index in range(PLACES):
-            store(index)
-            copy(index)
+        chunks: list[FinishedChunk] = []
         pairs = []
-        for index in range(PLACES, PLACES + rounds):
-            chunks.append(prepare_chunk(ring, index))
-            pairs += interleaved(lambda _: store(index), lambda _: copy(index), 1)  # noqa: B023 - called at once
-        adapter.reclaim_finished_q_stores()
-        assert adapter.account.captured == (PLACES + rounds) * CHUNK, adapter.account.lost
+        # The first turn over all places is for warming up.
+        for first in range(0, PLACES + rounds, PLACES):
+            chunks += [prepare_chunk(adapter, ring, first + place) for place in range(PLACES)]
+            pairs += interleaved(lambda place, first=first: store(first + place), copy, PLACES)  # type: ignore[misc]  # default binds the loop variable
+            adapter.reclaim_finished_q_stores()
+        assert adapter.account.captured == adapter.account.computed, adapter.account.lost
+        pairs = pairs[PLACES:]
         with connect(server.url, server.http_url, f"bench-{chunk_mib}") as cache:
             out = torch.empty(LAYERS, CHUNK, ring.hidden_dim // 128, 128, dtype=torch.bfloat16)
 

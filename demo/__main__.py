@@ -1,10 +1,10 @@
 """The main job, from nothing to proof: `python -m demo`, or `make demo`.
 
-    1  prepares a real model (SmolLM2-135M)              demo/model.py
-    2  starts the query server                           a process
-    3  runs stock vLLM with capture on                   a process, demo/generate.py
-    4  retrieves the queries by token ids, and compares  a process, demo/verify.py
-    5  audits the counts, prints a table, writes demo/report.json and demo/queries.png
+1  prepares a real model (SmolLM2-135M)              demo/model.py
+2  starts the query server                           a process
+3  runs stock vLLM with capture on                   a process, demo/generate.py
+4  retrieves the queries by token ids, and compares  a process, demo/verify.py
+5  audits the counts, prints a table, writes demo/report.json and demo/queries.png
 """
 
 from __future__ import annotations
@@ -50,14 +50,20 @@ ENGINE_ENVIRONMENT = {
 
 def run_module(module: str, **options: object) -> None:
     """Run `python -m module --option value ...`; exit with its code when it fails."""
-    arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = [
+        part
+        for name, value in options.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
     environment = {**ENGINE_ENVIRONMENT, **os.environ}
     code = subprocess.call([sys.executable, "-m", module, *arguments], env=environment)
     if code:
         sys.exit(f"{module} failed with exit code {code}; its messages are above")
 
 
-def build_report(server: Server, engine: dict[str, Any], proof: dict[str, Any], seconds: float) -> dict[str, Any]:
+def build_report(
+    server: Server, engine: dict[str, Any], proof: dict[str, Any], seconds: float
+) -> dict[str, Any]:
     """One flat account of the run."""
     status, metrics = server.status(), server.metrics()
     coverage = status["coverage"]
@@ -71,7 +77,9 @@ def build_report(server: Server, engine: dict[str, Any], proof: dict[str, Any], 
         "chunks_stored": int(metrics['lmcache_mp_store_chunks_total{outcome="stored"}']),
         "chunks_duplicate": int(metrics['lmcache_mp_store_chunks_total{outcome="duplicate"}']),
         "max_rel_row_error": proof["max_rel_row_error"],
-        "store_gb_s": metrics["lmcache_mp_store_bytes_total"] / store_seconds / 1e9 if store_seconds else 0.0,
+        "store_gb_s": metrics["lmcache_mp_store_bytes_total"] / store_seconds / 1e9
+        if store_seconds
+        else 0.0,
         "retrieve_gb_s": proof["retrieve_gb_s"],
         "seconds": seconds,
     }
@@ -82,11 +90,17 @@ def audit(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     faults = []
     accounted = report["tokens_captured"] + sum(report["tokens_by_reason"].values())
     if accounted != report["tokens_computed"]:
-        faults.append(f"captured + counted = {accounted}, but the scheduler computed {report['tokens_computed']}")
+        faults.append(
+            f"captured + counted = {accounted}, but the scheduler computed {report['tokens_computed']}"
+        )
     if report["tokens_captured"] != report["tokens_expected"]:
-        faults.append(f"captured {report['tokens_captured']}, the lengths say {report['tokens_expected']}")
+        faults.append(
+            f"captured {report['tokens_captured']}, the lengths say {report['tokens_expected']}"
+        )
     if not report["max_rel_row_error"] <= TOLERANCE:
-        faults.append(f"a row is off by {report['max_rel_row_error']:.1e}, allowed are {TOLERANCE:.0e}")
+        faults.append(
+            f"a row is off by {report['max_rel_row_error']:.1e}, allowed are {TOLERANCE:.0e}"
+        )
     faults += [
         f"{row['prompt']}: {row['retrieved']} tokens retrieved, {row['expected']} expected"
         for row in rows
@@ -105,7 +119,9 @@ def main() -> int:
         engine_report, proof_report = Path(folder, "engine.json"), Path(folder, "proof.json")
         progress.say("3/5 vLLM starts and runs the prompts, with capture on (under a minute)")
         run_module("demo.generate", model=MODEL, server_url=server.url, out=engine_report)
-        progress.say("4/5 another process retrieves the queries by token ids and compares every row with transformers")
+        progress.say(
+            "4/5 another process retrieves the queries by token ids and compares every row with transformers"
+        )
         run_module(
             "demo.verify",
             model=MODEL,

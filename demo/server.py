@@ -50,14 +50,31 @@ def running_server(*options: str, timeout_s: float = 30.0) -> Iterator[Server]:
     """
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready.json")
-        command = [sys.executable, "-m", "lmcache_qserver", "start", "--url", "tcp://127.0.0.1:0", "--http-port", "0"]
-        command += ["--lifeline", str(Path(folder, "lifeline.sock")), "--ready-file", str(ready), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "lmcache_qserver",
+            "start",
+            "--url",
+            "tcp://127.0.0.1:0",
+            "--http-port",
+            "0",
+        ]
+        command += [
+            "--lifeline",
+            str(Path(folder, "lifeline.sock")),
+            "--ready-file",
+            str(ready),
+            *options,
+        ]
         process = subprocess.Popen(command)
         try:
             deadline = time.monotonic() + timeout_s
             while not ready.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the query server did not become ready; its messages are above")
+                    raise RuntimeError(
+                        "the query server did not become ready; its messages are above"
+                    )
                 time.sleep(0.02)
             found = json.loads(ready.read_text())
             yield Server(process.pid, found["url"], found["http_url"])

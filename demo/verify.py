@@ -86,15 +86,22 @@ def main() -> None:
                 "max rel. row error": error,
             }
         )
-        print(f"  {request['name']}: every row of {tensor.shape[0]} layers compared, max error {error:.1e}", flush=True)
+        print(
+            f"  {request['name']}: every row of {tensor.shape[0]} layers compared, max error {error:.1e}",
+            flush=True,
+        )
     longest, tensor = max(kept, key=lambda item: item[1].shape[1])
-    draw_query_norms(tensor, options.picture, f"SmolLM2-135M: queries of the prompt “{longest['name']}”")
+    draw_query_norms(
+        tensor, options.picture, f"SmolLM2-135M: queries of the prompt “{longest['name']}”"
+    )
     options.out.write_text(
         json.dumps(
             {
                 "rows": rows,
                 "max_rel_row_error": max(row["max rel. row error"] for row in rows),
-                "tokens_expected": sum(expected_capture(request, chunk_size) for request in engine["requests"]),
+                "tokens_expected": sum(
+                    expected_capture(request, chunk_size) for request in engine["requests"]
+                ),
                 "retrieve_gb_s": retrieved_bytes / retrieve_seconds / 1e9,
                 "retrieved_bytes": retrieved_bytes,
             }

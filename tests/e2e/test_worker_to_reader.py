@@ -98,7 +98,9 @@ def test_a_killed_worker_leaves_nothing(daemon: RunningDaemon, fork: bool) -> No
             assert daemon.open_files() > files_before
             os.kill(process.pid, signal.SIGKILL)
             wait_until(lambda: daemon.status()["registered_q_ids"] == [], "the ring is gone", 1.0)
-            wait_until(lambda: daemon.open_files("memfd:lmcache-q-ring") == 0, "its memory is gone", 1.0)
+            wait_until(
+                lambda: daemon.open_files("memfd:lmcache-q-ring") == 0, "its memory is gone", 1.0
+            )
             # A forked child keeps the dead worker's TCP connection open until ZeroMQ's heartbeat finds nobody there.
             wait_until(lambda: daemon.open_files() <= files_before, "no descriptor is left", 30.0)
         finally:

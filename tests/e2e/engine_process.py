@@ -1,0 +1,63 @@
+"""Stock vLLM in a process of its own, for tests: reads a job from standard input, writes what happened to a file.
+
+    {"model": ..., "extra": connector switches, "llm": LLM arguments, "batches": [[token ids, ...], ...],
+     "max_tokens": n, "by_name": load the connector by its registered name, "out": path, "pause": wait to be killed}
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo.generate import count_scheduled
+
+
+def transfer_config(job: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config`."""
+    config = {
+        "kv_connector": "QServerConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": job["extra"],
+    }
+    if not job.get("by_name"):
+        config["kv_connector_module_path"] = "lmcache_qclient.vllm.connector"
+    return config
+
+
+def main() -> None:
+    """Run the job."""
+    job = json.load(sys.stdin)
+    scheduled = count_scheduled()
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model=job["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        gpu_memory_utilization=0.5,
+        kv_transfer_config=transfer_config(job),
+        **job["llm"],
+    )
+    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
+    requests = []
+    for batch in job["batches"]:
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            requests.append(
+                {
+                    "token_ids": [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids],
+                    "cached_tokens": output.num_cached_tokens or 0,
+                }
+            )
+    Path(job["out"]).write_text(json.dumps({"requests": requests, "computed": scheduled["tokens"]}))
+    if job.get("pause"):
+        signal.pause()
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
