@@ -1,7 +1,7 @@
 """Stock vLLM in a process of its own, for tests: reads a job from standard input, writes what happened to a file.
 
-    {"model": ..., "extra": connector switches, "llm": LLM arguments, "batches": [[token ids, ...], ...],
-     "max_tokens": n, "by_name": load the connector by its registered name, "out": path, "pause": wait to be killed}
+{"model": ..., "extra": connector switches, "llm": LLM arguments, "batches": [[token ids, ...], ...],
+ "max_tokens": n, "by_name": load the connector by its registered name, "out": path, "pause": wait to be killed}
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker without an engine: the real capture, ring and adapter, fed step by step with Q = f(position, layer, element).
+"""A worker without an engine: the real capture, ring and adapter, fed with Q = f(position, layer, element).
 
 Run as a program it registers a ring and waits to be killed: `python -m tests.e2e.small_worker URL [fork]`.
 """

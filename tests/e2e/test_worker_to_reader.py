@@ -1,4 +1,4 @@
-"""From a forward pass's rows to a reader's tensor, through the real daemon; and what happens when something is wrong."""
+"""From a forward pass's rows to a reader's tensor, through the real daemon; and what faults do on the way."""
 
 from __future__ import annotations
 
