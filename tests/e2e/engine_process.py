@@ -17,13 +17,25 @@ from demo.generate import count_scheduled
 
 def transfer_config(job: dict[str, Any]) -> dict[str, Any]:
     """vLLM's `kv_transfer_config`."""
-    config = {
+    config: dict[str, Any] = {
         "kv_connector": "QServerConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": job["extra"],
     }
     if not job.get("by_name"):
         config["kv_connector_module_path"] = "lmcache_qclient.vllm.connector"
+    if job.get("beside_another"):
+        other = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": job["beside_another"]},
+        }
+        connectors = {"connectors": [config, other]}
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": connectors,
+        }
     return config
 
 
@@ -33,15 +45,15 @@ def main() -> None:
     scheduled = count_scheduled()
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    llm = LLM(
-        model=job["model"],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        gpu_memory_utilization=0.5,
-        kv_transfer_config=transfer_config(job),
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "gpu_memory_utilization": 0.5,
+        "kv_transfer_config": transfer_config(job),
         **job["llm"],
-    )
+    }
+    llm = LLM(model=job["model"], **arguments)
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
     requests = []
     for batch in job["batches"]:
