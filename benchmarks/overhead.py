@@ -38,7 +38,8 @@ class Engine:
 
     def batch(self, number: int) -> float:
         """Seconds of one batch."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()

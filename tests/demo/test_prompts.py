@@ -1,9 +1,11 @@
+from typing import Any
+
 import pytest
 
 from demo.prompts import HARBOUR, PROMPTS, _chat, tokenize
 
 
-def test_names_and_texts_are_distinct():
+def test_names_and_texts_are_distinct() -> None:
     assert len(PROMPTS) >= 8
     assert (
         len({prompt.name for prompt in PROMPTS})
@@ -12,12 +14,12 @@ def test_names_and_texts_are_distinct():
     )
 
 
-def test_at_least_four_share_the_system_text():
+def test_at_least_four_share_the_system_text() -> None:
     assert sum(prompt.text.startswith(f"<|im_start|>system\n{HARBOUR}") for prompt in PROMPTS) >= 4
 
 
 @pytest.mark.vllm
-def test_lengths_reach_beyond_a_chunk_and_vary(tokenizer):
+def test_lengths_reach_beyond_a_chunk_and_vary(tokenizer: Any) -> None:
     lengths = [len(ids) for ids in tokenize(tokenizer).values()]
     assert min(lengths) > 256
     assert 800 < max(lengths) <= 900
@@ -25,7 +27,7 @@ def test_lengths_reach_beyond_a_chunk_and_vary(tokenizer):
 
 
 @pytest.mark.vllm
-def test_tokens_give_the_text_back(tokenizer):
+def test_tokens_give_the_text_back(tokenizer: Any) -> None:
     token_ids = tokenize(tokenizer)
     assert {prompt.name: tokenizer.decode(token_ids[prompt.name]) for prompt in PROMPTS} == {
         prompt.name: prompt.text for prompt in PROMPTS
@@ -33,7 +35,7 @@ def test_tokens_give_the_text_back(tokenizer):
 
 
 @pytest.mark.vllm
-def test_shared_prefix_ends_inside_a_block_whose_start_is_inside_a_chunk(tokenizer):
+def test_shared_prefix_ends_inside_a_block_whose_start_is_inside_a_chunk(tokenizer: Any) -> None:
     shared = [ids for name, ids in tokenize(tokenizer).items() if name.startswith("harbour-")]
     same = [len(set(column)) == 1 for column in zip(*shared, strict=False)]
     length = same.index(False)
@@ -44,7 +46,7 @@ def test_shared_prefix_ends_inside_a_block_whose_start_is_inside_a_chunk(tokeniz
 
 
 @pytest.mark.vllm
-def test_chat_is_written_as_the_template_writes_it(tokenizer):
+def test_chat_is_written_as_the_template_writes_it(tokenizer: Any) -> None:
     messages = [
         {"role": "system", "content": HARBOUR},
         {"role": "user", "content": "Will it rain?"},

@@ -1,5 +1,8 @@
 """The reference against a third way: the formulas of RMSNorm, projection and rotation, written out from the weights."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,14 +13,15 @@ pytestmark = pytest.mark.vllm
 TEXT = "The gate of the inner basin opens ninety minutes before high water."
 
 
-def weights(model_dir) -> dict[str, torch.Tensor]:
+def weights(model_dir: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(str(model_dir / "model.safetensors"))
+    tensors: dict[str, torch.Tensor] = load_file(str(model_dir / "model.safetensors"))
+    return tensors
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir) -> Reference:
+def reference(model_dir: Path) -> Reference:
     return Reference(model_dir)
 
 
@@ -37,7 +41,7 @@ def roped(query: torch.Tensor, theta: float) -> torch.Tensor:
     return turned
 
 
-def query_of_layer(hidden: torch.Tensor, layer: int, model_dir) -> torch.Tensor:
+def query_of_layer(hidden: torch.Tensor, layer: int, model_dir: Path) -> torch.Tensor:
     """Query [tokens, 9, 64] of `layer` from the hidden states [tokens, 576] that go into it, in float64."""
     w = weights(model_dir)
     x = hidden.double()
@@ -47,7 +51,9 @@ def query_of_layer(hidden: torch.Tensor, layer: int, model_dir) -> torch.Tensor:
     return roped(query.view(len(x), 9, 64), theta=100_000.0)
 
 
-def test_first_layer_is_what_the_formulas_say(reference, model_dir, tokenizer):
+def test_first_layer_is_what_the_formulas_say(
+    reference: Reference, model_dir: Path, tokenizer: Any
+) -> None:
     token_ids = tokenizer.encode(TEXT)
     queries = reference.queries(token_ids)
     assert (queries.shape, queries.dtype) == ((30, len(token_ids), 9, 64), torch.float32)
@@ -56,7 +62,9 @@ def test_first_layer_is_what_the_formulas_say(reference, model_dir, tokenizer):
     assert max_relative_row_error(queries[:1], expected[None]) < 1e-5
 
 
-def test_later_layer_is_what_the_formulas_say(reference, model_dir, tokenizer):
+def test_later_layer_is_what_the_formulas_say(
+    reference: Reference, model_dir: Path, tokenizer: Any
+) -> None:
     token_ids = tokenizer.encode(TEXT)
     with torch.inference_mode():
         hidden = reference.model.model(
@@ -66,7 +74,9 @@ def test_later_layer_is_what_the_formulas_say(reference, model_dir, tokenizer):
     assert max_relative_row_error(reference.queries(token_ids)[17:18], expected[None]) < 1e-5
 
 
-def test_rotation_by_hand_would_notice_interleaved_pairs(reference, model_dir, tokenizer):
+def test_rotation_by_hand_would_notice_interleaved_pairs(
+    reference: Reference, model_dir: Path, tokenizer: Any
+) -> None:
     """The other common layout, pairs (x[2i], x[2i+1]), is far off: the comparison above can fail."""
     token_ids = tokenizer.encode(TEXT)
     w = weights(model_dir)
@@ -77,13 +87,15 @@ def test_rotation_by_hand_would_notice_interleaved_pairs(reference, model_dir, t
     assert max_relative_row_error(reference.queries(token_ids)[:1], expected[None]) > 0.1
 
 
-def test_queries_depend_only_on_what_came_before(reference, tokenizer):
+def test_queries_depend_only_on_what_came_before(reference: Reference, tokenizer: Any) -> None:
     token_ids = tokenizer.encode(TEXT)
     part = reference.queries(token_ids[:7])
     assert max_relative_row_error(part, reference.queries(token_ids)[:, :7]) < 1e-4
 
 
-def test_hooks_are_gone_afterwards_and_the_model_stays_loaded(reference, model_dir, tokenizer):
+def test_hooks_are_gone_afterwards_and_the_model_stays_loaded(
+    reference: Reference, model_dir: Path, tokenizer: Any
+) -> None:
     token_ids = tokenizer.encode(TEXT)
     first = reference.queries(token_ids)
     assert all(not layer.self_attn.q_proj._forward_hooks for layer in reference.model.model.layers)
@@ -91,7 +103,7 @@ def test_hooks_are_gone_afterwards_and_the_model_stays_loaded(reference, model_d
     assert torch.equal(reference_queries(model_dir, token_ids), first)
 
 
-def test_another_architecture_is_refused(tmp_path):
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tiny = Qwen3Config(

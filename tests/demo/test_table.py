@@ -5,7 +5,7 @@ import pytest
 from demo.table import cell_text, render_table
 
 
-def test_table_is_aligned():
+def test_table_is_aligned() -> None:
     rows = [
         {"prompt": "story", "tokens": 697, "max error": 5.4734e-06, "whole": True},
         {"prompt": "german-letter", "tokens": 12507, "whole": False, "max error": 0.25},
@@ -18,16 +18,16 @@ def test_table_is_aligned():
     )
 
 
-def test_columns_choose_and_order_and_absent_cells_are_dashes():
-    rows = [{"a": 1, "b": "x"}, {"a": None, "c": 2}]
+def test_columns_choose_and_order_and_absent_cells_are_dashes() -> None:
+    rows: list[dict[str, object]] = [{"a": 1, "b": "x"}, {"a": None, "c": 2}]
     assert render_table(rows, ["b", "a"]) == "b  a\n-  -\nx  1\n-  -"
 
 
-def test_no_rows_leave_the_head():
+def test_no_rows_leave_the_head() -> None:
     assert render_table([], ["prompt", "tokens"]) == "prompt  tokens\n------  ------"
 
 
-def test_wide_characters_take_two_columns():
+def test_wide_characters_take_two_columns() -> None:
     lines = render_table([{"text": "石桥", "n": 1}, {"text": "ab", "n": 20}]).splitlines()
     assert lines == ["text   n", "----  --", "石桥   1", "ab    20"]
 
@@ -50,5 +50,5 @@ def test_wide_characters_take_two_columns():
         ("two\nlines", "two lines"),
     ],
 )
-def test_cells_are_shortened_for_reading(value, text):
+def test_cells_are_shortened_for_reading(value: object, text: str) -> None:
     assert cell_text(value) == text

@@ -49,7 +49,7 @@ def daemon() -> Iterator[RunningDaemon]:
 
 def job(daemon: RunningDaemon | None, folder: Path, **changes: Any) -> dict[str, Any]:
     """A job for tests/e2e/engine_process.py."""
-    extra = {TRANSFER: True, "lmcache.q.heartbeat_s": 0.5}
+    extra: dict[str, Any] = {TRANSFER: True, "lmcache.q.heartbeat_s": 0.5}
     if daemon is not None:
         extra["lmcache.q.server_url"] = daemon.url
     return {

@@ -67,7 +67,7 @@ def test_a_flipped_stamp_is_refused_counted_and_a_miss_with_that_reason(
         stamp(slots, stamps)
         ring.flat_stamps[victim * ring.block_size + 5] ^= 1 << 40
 
-    ring.stamp = flip_one_bit  # type: ignore[method-assign]  # the fault that is planted
+    ring.stamp = flip_one_bit  # type: ignore[assignment, method-assign]  # the fault that is planted
     worker.finish_step()
     worker.settle("a")
     assert worker.account.lost[LossReason.STAMP_MISMATCH] == CHUNK

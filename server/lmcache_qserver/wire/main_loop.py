@@ -63,7 +63,8 @@ class MainLoop:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        # A dead worker's forked child, or a cut cable, holds a connection open that nobody serves: ZeroMQ asks and closes.
+        # A dead worker's forked child, or a cut cable, holds a connection open that nobody serves: ZeroMQ asks, then
+        # closes.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._fd = cast(int, self._socket.getsockopt(zmq.FD))
