@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks import overhead, round_trip, store_and_retrieve
 from demo.__main__ import MODEL
@@ -36,7 +37,11 @@ def main() -> None:
             )
         print("round trip ...", flush=True)
         trip = round_trip.measure(server)
-        figures = {"store_vs_memcpy": store, "retrieve_vs_memcpy": retrieve, "rtt_vs_raw": trip}
+        figures: dict[str, dict[str, Any]] = {
+            "store_vs_memcpy": store,
+            "retrieve_vs_memcpy": retrieve,
+            "rtt_vs_raw": trip,
+        }
         if options.pairs:
             print("capture overhead: two engines start, then take turns ...", flush=True)
             prepare(MODEL, print)

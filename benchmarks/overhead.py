@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.engine import PROMPT_TOKENS, PROMPTS
+from benchmarks.engine import PROMPT_TOKENS, PROMPTS, fast_dtype
 from benchmarks.samples import bootstrap_interval, speed_ratio
 from demo.server import Server
 
@@ -64,7 +64,7 @@ def running_engine(model: Path, *server_url: str) -> Iterator[Engine]:
             engine.process.kill()
 
 
-def measure(server: Server, model: Path, pairs: int) -> dict[str, float]:
+def measure(server: Server, model: Path, pairs: int) -> dict[str, float | str]:
     """The ratio with its 95 % interval, and tokens per second of both."""
     times = []
     with running_engine(model) as without, running_engine(model, server.url) as capturing:
@@ -81,6 +81,7 @@ def measure(server: Server, model: Path, pairs: int) -> dict[str, float]:
         "low": low,
         "high": high,
         "pairs": len(times),
+        "dtype": fast_dtype(),
         "with_tokens_s": tokens / sum(pair[0] for pair in times),
         "without_tokens_s": tokens / sum(pair[1] for pair in times),
     }
