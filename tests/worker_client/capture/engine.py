@@ -180,7 +180,7 @@ class Engine:
             request.blocks.append(self.free_blocks.pop())
         first, last = start // self.block_size, (start + total - 1) // self.block_size
         known = request.tokens[: max(request.tokens_sent, len(request.tokens) - self.chances.lag)]
-        new, request.tokens_sent = known[request.tokens_sent :], len(known)
+        sent, request.tokens_sent = request.tokens_sent, len(known)
         begins, request.announced = not request.announced, True
         return RequestStep(
             request.request_id,
@@ -188,7 +188,8 @@ class Engine:
             total,
             tuple(request.blocks[first : last + 1]),
             settled=start + count,
-            new_tokens=tuple(new),
+            new_tokens=tuple(known[sent:]),
+            tokens_from=sent,
             first=begins,
             resumed=resumed,
             cache_salt=request.salt if begins else "",
@@ -228,7 +229,9 @@ class Engine:
             self.waiting.remove(request)
         if request.announced:
             new = tuple(request.tokens[request.tokens_sent :])
-            self.finished.append(FinishedRequest(request.request_id, len(request.tokens), new))
+            self.finished.append(
+                FinishedRequest(request.request_id, len(request.tokens), new, request.tokens_sent)
+            )
         self.ended.append(request)
 
     def _release(self, request: SimRequest) -> None:

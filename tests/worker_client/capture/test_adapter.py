@@ -466,9 +466,19 @@ def test_shutdown_warns_and_goes_on(
     bench.connection.link.answer = error
     with caplog.at_level(logging.WARNING):
         bench.adapter.shutdown_q_ring(deadline_s=0.01)  # the store is never answered
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert bench.connection.closed
-    assert bench.adapter.stores_under_way == 1
+
+
+def test_shutdown_counts_stores_without_an_answer(bench: Bench) -> None:
+    bench.register().submit()
+    bench.submit()
+    bench.connection.link.futures[0].set_result(StoreResult(b"", True))
+    bench.adapter.shutdown_q_ring(deadline_s=0.01)
+    _, (_, report), _ = bench.connection.link.calls[-1]
+    assert (report.computed, report.captured, report.pending) == (16, 8, 0)
+    assert report.lost == {Loss.SERVER_UNAVAILABLE: 8}
+    assert bench.adapter.stores_under_way == 0
 
 
 def test_shutdown_without_a_ring_unregisters_nothing(bench: Bench) -> None:

@@ -83,6 +83,7 @@ class Worker:
             stop,
             tuple(int(token) for token in self.tokens[name][sent:stop]),
             first,
+            tokens_from=sent,
         )
 
     def batch(self, parts: list[RequestStep]) -> tuple[np.ndarray, np.ndarray]:
@@ -416,6 +417,35 @@ def test_no_attention_layer_captures_nothing(caplog: pytest.LogCaptureFixture) -
     capture.batched_submit_qstore_requests(b"")
     capture.shutdown()
     assert adapter.account.computed == 0
+
+
+@pytest.mark.parametrize(("ring_blocks", "warned"), [(1, True), (2, False)])
+def test_a_ring_smaller_than_a_chunk_is_told_at_start(
+    caplog: pytest.LogCaptureFixture, ring_blocks: int, warned: bool
+) -> None:
+    adapter = FakeAdapter(8)
+    capture = QRingBufferCapture(
+        cast(QRingBufferAdapter, adapter), RingSettings(blocks=ring_blocks)
+    )
+    names = layer_names(1)
+    config = cache_config(group(FullAttentionSpec(4), names))
+    capture.setup_q_ring(caches(names), config, vllm_config(block_size=4))
+    assert ("smaller than one chunk" in caplog.text) is warned
+    capture.shutdown()
+
+
+def test_layers_that_share_a_cache_are_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = FakeAdapter(8)
+    capture = QRingBufferCapture(cast(QRingBufferAdapter, adapter), RingSettings(blocks=2))
+    names = layer_names(3)
+    config = cache_config(group(FullAttentionSpec(4), names[:2]))
+    capture.setup_q_ring(caches(names), config, vllm_config(block_size=4))
+    (record,) = caplog.records
+    assert names[2] in record.getMessage()
+    assert names[1] not in record.getMessage()
+    assert adapter.layout is not None
+    assert adapter.layout.layer_ids == (0, 1)
+    capture.shutdown()
 
 
 def test_an_engine_whose_cache_is_elsewhere_is_refused() -> None:

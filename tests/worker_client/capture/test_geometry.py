@@ -11,6 +11,7 @@ from lmcache_qclient.capture.geometry import (
     attention_layers,
     geometry_of,
     layer_id,
+    layers_without_group,
     reference_group,
     ring_block_size,
 )
@@ -140,6 +141,35 @@ def test_geometry_without_groups_takes_the_engines_block_size() -> None:
     assert geometry is not None
     assert (geometry.engine_block_size, geometry.group_index) == (48, 0)
     assert geometry.reference_layer == NAMES[0]
+
+
+def with_layers(**heads_and_size: tuple[int, int]) -> object:
+    """A configuration of 2 heads of 3 whose layers i say otherwise."""
+    config = vllm_config()
+    layers = {name: SimpleNamespace() for name in NAMES}
+    for index, (heads, size) in heads_and_size.items():
+        layers[NAMES[int(index[1:])]] = SimpleNamespace(num_heads=heads, head_size=size)
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    return config
+
+
+@pytest.mark.parametrize("unlike", [{"i1": (2, 4)}, {"i5": (3, 3)}])
+def test_c11_layers_with_unlike_heads_are_refused(unlike: dict[str, tuple[int, int]]) -> None:
+    groups = cache_config(group(FullAttentionSpec(16), NAMES))
+    with pytest.raises(NotImplementedError, match=NAMES[int(next(iter(unlike))[1:])]):
+        geometry_of(caches(NAMES), groups, with_layers(**unlike))
+
+
+def test_what_is_not_captured_may_have_any_heads() -> None:
+    groups = cache_config(group(FullAttentionSpec(16), NAMES[:5]))
+    assert geometry_of(caches(NAMES), groups, with_layers(i0=(2, 3), i5=(9, 9))) is not None
+
+
+def test_layers_without_group() -> None:
+    groups = cache_config(group(MambaSpec(16), NAMES[:2]), group(FullAttentionSpec(16), NAMES[2:4]))
+    assert layers_without_group(caches(NAMES), groups) == tuple(NAMES[4:])
+    assert layers_without_group(caches(NAMES), cache_config()) == ()
+    assert layers_without_group(caches(NAMES), None) == ()
 
 
 def test_no_layer_no_geometry() -> None:

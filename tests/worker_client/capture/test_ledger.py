@@ -58,12 +58,14 @@ class Bench:
             more.pop("block_ids", tuple(range(first + 1, last + 2))),
             settled=stop - drafts,
             new_tokens=tuple(TOKENS[known:upto]),
+            tokens_from=more.pop("tokens_from", known),
             **more,
         )
 
     def end(self, name: str, length: int) -> FinishedRequest:
         """The request ends with `length` tokens."""
-        return FinishedRequest(name, length, tuple(TOKENS[self.known.get(name, 0) : length]))
+        known = self.known.get(name, 0)
+        return FinishedRequest(name, length, tuple(TOKENS[known:length]), known)
 
     def step(
         self, *parts: RequestStep, finished: tuple[FinishedRequest, ...] = ()
@@ -196,12 +198,64 @@ def test_a_request_that_is_skipped_is_counted_under_its_reason() -> None:
 def test_token_ids_that_no_hash_knows_cost_that_request_alone() -> None:
     bench = Bench()
     bench.step(bench.part("a", 0, 4, first=True))
-    odd = RequestStep("a", 4, 4, (1,), 8, new_tokens=(-1,))
+    odd = RequestStep("a", 4, 4, (1,), 8, new_tokens=(-1,), tokens_from=4)
     chunks = bench.step(odd, bench.part("b", 0, 8, first=True))
     assert [chunk.request_id for chunk in chunks] == ["b"]
-    bench.step(bench.part("a", 8, 9), finished=(FinishedRequest("b", 8, (-5,)),))
+    bench.step(bench.part("a", 8, 9), finished=(FinishedRequest("b", 8, (-5,), 8),))
     assert bench.lost == {Loss.CAPTURE_DISABLED: 9}
     assert bench.account.pending == 8
+
+
+# --- lost steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "told"),
+    [(4, 9, 5), (4, 9, 3), (5, 9, 4)],
+    ids=["a gap in the tokens", "tokens told twice", "a gap in the positions"],
+)
+def test_a_request_with_a_gap_is_not_captured_any_more(start: int, stop: int, told: int) -> None:
+    bench = Bench()
+    bench.step(bench.part("a", 0, 4, first=True), bench.part("b", 0, 4, first=True))
+    bench.known["a"] = told
+    chunks = bench.step(bench.part("a", start, stop), bench.part("b", 4, 9))
+    assert [chunk.request_id for chunk in chunks] == ["b"]
+    assert bench.step(bench.part("a", stop, 24)) == []
+    assert bench.step(finished=(bench.end("a", 24),)) == []
+    assert bench.lost == {Loss.CAPTURE_DISABLED: 4 + 24 - start}
+    assert bench.ledger.open_chunks == 1, "b's"
+
+
+def test_a_gap_is_seen_when_no_token_is_new() -> None:
+    bench = Bench()
+    bench.step(bench.part("a", 0, 4, first=True, tokens=16))
+    assert bench.step(bench.part("a", 4, 16, tokens=16, tokens_from=17)) == []
+    assert bench.lost == {Loss.CAPTURE_DISABLED: 16}
+
+
+def test_a_gap_before_the_end_keeps_what_is_open_from_being_stored() -> None:
+    bench = Bench()
+    bench.step(bench.part("a", 0, 8, first=True, tokens=7))
+    assert bench.step(finished=(FinishedRequest("a", 9, (TOKENS[8],), 8),)) == []
+    assert bench.lost == {Loss.CAPTURE_DISABLED: 8}
+
+
+def test_a_request_may_be_disabled_at_any_step_and_at_its_end() -> None:
+    bench = Bench()
+    first = (bench.part("a", 0, 8, first=True, tokens=7), bench.part("b", 0, 5, first=True))
+    bench.step(*first)
+    ended = FinishedRequest("a", skip=Loss.CAPTURE_DISABLED)
+    chunks = bench.step(bench.part("b", 5, 9, skip=Loss.CAPTURE_DISABLED), finished=(ended,))
+    assert chunks == []
+    assert bench.lost == {Loss.CAPTURE_DISABLED: 17}
+    assert (bench.ledger.open_chunks, bench.blocks.num_free) == (0, 50)
+
+
+def test_a_step_of_which_nothing_is_told_is_counted() -> None:
+    bench = Bench()
+    bench.ledger.begin_step(StepMeta(untold=5))
+    bench.ledger.end_step()
+    assert (bench.account.computed, bench.lost) == (5, {Loss.CAPTURE_DISABLED: 5})
 
 
 # --- drafts ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_qclient.capture.step import RequestStep, StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.vllm.schedule import ScheduleTracker
 from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity, LoraIdentity
 from lmcache_qprotocol.reasons import LossReason as Loss
@@ -24,6 +24,7 @@ class Request:
     lora_request: Any = None
     mm_features: Any = None
     prompt_embeds: Any = None
+    resumable: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -94,10 +95,10 @@ def test_a_cached_request_brings_new_blocks_or_none_and_each_token_once(
 ) -> None:
     request, _ = started(tracker, cache_salt="salt")
     (step,) = tracker.build(output({"a": 4}, old=cached(("a", 6, [13])))).requests
-    assert step == RequestStep("a", 6, 4, (12, 13), 10)
+    assert step == RequestStep("a", 6, 4, (12, 13), 10, tokens_from=10)
     request.all_token_ids += [110]
     (step,) = tracker.build(output({"a": 1}, old=cached(("a", 10, None)))).requests
-    assert step == RequestStep("a", 10, 1, (13,), 11, (110,))
+    assert step == RequestStep("a", 10, 1, (13,), 11, (110,), tokens_from=10)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_resumed_as_a_cached_request(tracker: ScheduleTracker) -> None:
     tracker.request_allocated(request)
     rows = cached(("a", 4, [21, 22, 23]), resumed=("a",))
     (step,) = tracker.build(output({"a": 7}, old=rows)).requests
-    assert step == RequestStep("a", 4, 7, (22, 23), 11, (110,), resumed=True)
+    assert step == RequestStep("a", 4, 7, (22, 23), 11, (110,), resumed=True, tokens_from=10)
 
 
 def test_resumed_as_a_new_request(tracker: ScheduleTracker) -> None:
@@ -144,7 +145,7 @@ def test_resumed_as_a_new_request(tracker: ScheduleTracker) -> None:
     request.all_token_ids += [110]
     tracker.request_allocated(request)
     (step,) = tracker.build(output({"a": 11}, (new("a", 0, [21, 22, 23]),))).requests
-    assert step == RequestStep("a", 0, 11, (21, 22, 23), 11, (110,), resumed=True)
+    assert step == RequestStep("a", 0, 11, (21, 22, 23), 11, (110,), resumed=True, tokens_from=10)
 
 
 def test_the_end_comes_with_the_next_step_and_the_last_tokens(tracker: ScheduleTracker) -> None:
@@ -152,7 +153,7 @@ def test_the_end_comes_with_the_next_step_and_the_last_tokens(tracker: ScheduleT
     request.all_token_ids += [110, 111]
     tracker.request_finished(request)
     (end,) = tracker.build(output({})).finished
-    assert (end.request_id, end.num_tokens, end.new_tokens) == ("a", 12, (110, 111))
+    assert end == FinishedRequest("a", 12, (110, 111), 10)
     assert tracker.build(output({})) == StepMeta()
     tracker.request_finished(request)
     assert tracker.build(output({})) == StepMeta()
@@ -178,8 +179,16 @@ def test_an_id_used_again_is_a_new_request(tracker: ScheduleTracker) -> None:
     )
 
 
-def test_an_unknown_cached_request_is_left_alone(tracker: ScheduleTracker) -> None:
-    assert tracker.build(output({"x": 1}, old=cached(("x", 0, None)))) == StepMeta()
+def test_a_request_that_was_never_announced_is_counted_and_not_captured(
+    tracker: ScheduleTracker,
+) -> None:
+    old = cached(("x", 7, [1]))
+    (step,) = tracker.build(output({"x": 1}, old=old)).requests
+    assert (step.start, step.count, step.first, step.skip) == (7, 1, True, Loss.CAPTURE_DISABLED)
+    (step,) = tracker.build(output({"y": 2}, (new("y", 0, [41]),))).requests
+    assert (step.start, step.count, step.first, step.skip) == (0, 2, True, Loss.CAPTURE_DISABLED)
+    tracker.request_finished(Request("x", [1]))
+    assert tracker.build(output({})).finished == (FinishedRequest("x", skip=Loss.CAPTURE_DISABLED),)
 
 
 # --- identity -------------------------------------------------------------------------------------
@@ -197,7 +206,9 @@ def test_lora_and_pictures_make_the_identity(tracker: ScheduleTracker) -> None:
     assert step.identity == PLAIN, "told once"
 
 
-@pytest.mark.parametrize("more", [{"prompt_embeds": object()}, {"cache_salt": "x" * 4097}])
+@pytest.mark.parametrize(
+    "more", [{"prompt_embeds": object()}, {"cache_salt": "x" * 4097}, {"resumable": True}]
+)
 def test_what_no_key_can_name_is_skipped(tracker: ScheduleTracker, more: dict[str, Any]) -> None:
     _, step = started(tracker, **more)
     assert (step.skip, step.cache_salt, step.identity) == (Loss.CAPTURE_DISABLED, "", PLAIN)

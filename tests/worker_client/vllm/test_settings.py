@@ -81,11 +81,18 @@ def test_seconds(key: str, value: object) -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def config(parallel: dict[str, Any] | None = None, cache: dict[str, Any] | None = None) -> Any:
+def config(
+    parallel: dict[str, Any] | None = None, cache: dict[str, Any] | None = None, **more: Any
+) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(parallel or {})),
         cache_config=SimpleNamespace(**(cache or {})),
+        **more,
     )
+
+
+ASYNC = SimpleNamespace(async_scheduling=True)
+IN_STEP = SimpleNamespace(async_scheduling=False)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +102,8 @@ def config(parallel: dict[str, Any] | None = None, cache: dict[str, Any] | None 
         config({"decode_context_parallel_size": 1, "prefill_context_parallel_size": None}),
         config(cache={"kv_sharing_fast_prefill": False}),
         config({"tensor_parallel_size": 8}),
+        config(scheduler_config=ASYNC, speculative_config=None),
+        config(scheduler_config=IN_STEP, speculative_config=object()),
     ],
 )
 def test_what_can_be_captured(fine: Any) -> None:
@@ -107,6 +116,7 @@ def test_what_can_be_captured(fine: Any) -> None:
         (config({"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
         (config({"prefill_context_parallel_size": 4}), "prefill_context_parallel_size"),
         (config(cache={"kv_sharing_fast_prefill": True}), "kv_sharing_fast_prefill"),
+        (config(scheduler_config=ASYNC, speculative_config=object()), "--no-async-scheduling"),
     ],
 )
 def test_what_cannot_is_named(bad: Any, said: str) -> None:

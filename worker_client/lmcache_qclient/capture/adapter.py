@@ -190,6 +190,7 @@ class QRingBufferAdapter:
             except concurrent.futures.TimeoutError:
                 break
         self.reclaim_finished_q_stores()
+        self._give_up_unanswered()
         self.update_report()
         self._heartbeat.stop()
         if self._registration is not None:
@@ -273,6 +274,18 @@ class QRingBufferAdapter:
             concurrent.futures.TimeoutError
         ):  # another class than TimeoutError before Python 3.11
             raise TimeoutError(f"store {sequence} has no answer after {timeout_s} s") from None
+
+    def _give_up_unanswered(self) -> None:
+        """Count what nobody will wait for any more; whether it is stored after all, the worker can't know."""
+        unanswered, self._in_flight = list(self._in_flight.values()), {}
+        for item in unanswered:
+            self._count(item.chunk, LossReason.SERVER_UNAVAILABLE)
+        if unanswered:
+            logger.warning(
+                "%d stores have no answer yet at shutdown: their tokens are counted as server_unavailable",
+                len(unanswered),
+            )
+            self._quarantine += unanswered
 
     @property
     def stores_under_way(self) -> int:

@@ -29,7 +29,12 @@ from lmcache_qclient.capture.attribution import (
     copy_runs,
     targets_of,
 )
-from lmcache_qclient.capture.geometry import Geometry, geometry_of, ring_block_size
+from lmcache_qclient.capture.geometry import (
+    Geometry,
+    geometry_of,
+    layers_without_group,
+    ring_block_size,
+)
 from lmcache_qclient.capture.ledger import Ledger
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
@@ -70,7 +75,7 @@ class QRingBufferCapture:
         """Build the ring for this rank's attention layers and register it; without any, warn and capture nothing.
 
         Raises:
-            NotImplementedError: the engine's cache is not in host memory.
+            NotImplementedError: the engine's cache is not in host memory, or its layers have unlike heads.
             ConnectionError, RequestError: from `register_q_ring`.
         """
         geometry = geometry_of(kv_caches, kv_cache_config, vllm_config)
@@ -82,11 +87,27 @@ class QRingBufferCapture:
                 f"queries are captured on CPU engines so far, this one runs on {geometry.device.type}: "
                 "set lmcache.mp.transfer_intermediate_tensors to false"
             )
+        if shared := layers_without_group(kv_caches, kv_cache_config):
+            logger.warning(
+                "the queries of %d layers that share another layer's KV cache are not captured, and are not in what is "
+                "stored: %s",
+                len(shared),
+                ", ".join(shared),
+            )
         chunk_size = self.adapter.tokens_per_chunk
         block_size = ring_block_size(geometry.engine_block_size, chunk_size)
         blocks = ring_blocks(
             self.settings, geometry.layout, block_size, chunk_size, vllm_config.scheduler_config
         )
+        if blocks.total * block_size < chunk_size:
+            logger.warning(
+                "the query ring of %d blocks of %d tokens is smaller than one chunk of %d tokens: nothing can be "
+                "stored, all is counted as ring_full. Set lmcache.q.ring_blocks to at least %d, or leave it out",
+                blocks.total,
+                block_size,
+                chunk_size,
+                chunk_size // block_size,
+            )
         self.adapter.establish_transfer_context(block_size)
         ring = QRingBuffer(
             len(geometry.layer_names),

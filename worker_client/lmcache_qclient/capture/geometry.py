@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,33 @@ def _holds(spec: Any, name: str) -> bool:
     return is_spec(spec, name)
 
 
+def layers_without_group(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[str, ...]:
+    """Layers that share another layer's cache: they have queries, but no group says so. `kv_caches` order."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
+    named = {name for group in groups for name in group.layer_names}
+    return tuple(name for name in kv_caches if name not in named) if groups else ()
+
+
+def check_heads(names: Iterable[str], layout: Layout, vllm_config: Any) -> None:
+    """A ring has one width of rows: make sure that every layer has the heads that the model's configuration says.
+
+    Raises:
+        NotImplementedError: one has others.
+    """
+    compilation = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(compilation, "static_forward_context", None) or {}
+    said = layout.num_heads, layout.head_dim
+    for name in names:
+        layer = layers.get(name)
+        has = getattr(layer, "num_heads", said[0]), getattr(layer, "head_size", said[1])
+        if has != said:
+            raise NotImplementedError(
+                f"queries of models with unlike attention layers can't be captured yet: {name} has {has[0]} heads of "
+                f"{has[1]}, the model's configuration says {said[0]} of {said[1]}. "
+                "Set lmcache.mp.transfer_intermediate_tensors to false"
+            )
+
+
 def reference_group(kv_cache_config: Any) -> tuple[int, int, str | None]:
     """The group whose blocks and slots attribute rows: the first with full attention, else the first with attention.
 
@@ -97,7 +124,11 @@ def layer_id(layer_name: str) -> int:
 def geometry_of(
     kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
 ) -> Geometry | None:
-    """Read this rank's geometry; None when it has no attention layer."""
+    """Read this rank's geometry; None when it has no attention layer.
+
+    Raises:
+        NotImplementedError: see `check_heads`.
+    """
     names = attention_layers(kv_caches, kv_cache_config)
     if not names:
         return None
@@ -122,6 +153,7 @@ def geometry_of(
         pp_size=pp_size,
         model_revision=str(getattr(model, "revision", None) or ""),
     )
+    check_heads(names, layout, vllm_config)
     return Geometry(
         layer_names=names,
         reference_layer=reference,

@@ -15,6 +15,8 @@ Rules (each token of [start, start + count) is counted as computed, and comes to
   once. A chunk once lost stays lost for its request (`_Request.closed` remembers the reason), a chunk once handed out
   makes later computations of its tokens `recomputed`.
 - Blocks of a chunk that is handed out belong to the caller until `free`.
+- A request whose steps or token ids do not follow each other without a gap is not captured any more: what a lost step
+  would have told (tokens, blocks, drafts taken back) is unknown, so no later row of it can be trusted.
 """
 
 from __future__ import annotations
@@ -156,6 +158,9 @@ class Ledger:
         self._plan = StepPlan()
         for finished in meta.finished:
             self._finish(finished)
+        if meta.untold:
+            self.account.computed += meta.untold
+            self.account.lose(LossReason.CAPTURE_DISABLED, meta.untold)
         for step in meta.requests:
             self._begin_request(step)
         return self._plan
@@ -193,13 +198,11 @@ class Ledger:
     def _begin_request(self, step: RequestStep) -> None:
         self.account.computed += step.count
         request = self._request(step)
+        self._judge(request, step)
         if request.skip is not None:
             self.account.lose(request.skip, step.count)
             return
         self._stepped[step.request_id] = None
-        if not self._extend(request, step.new_tokens):
-            self.account.lose(LossReason.CAPTURE_DISABLED, step.count)
-            return
         if step.resumed:
             self._reopen(request, step.start)
         elif step.start < request.next:
@@ -227,19 +230,36 @@ class Ledger:
         # A request that was not announced has unknown earlier tokens: no hash of it would be right.
         skip = step.skip if step.first else LossReason.CAPTURE_DISABLED
         request = _Request(HashChain(self.chunk_size, step.identity), step.cache_salt, skip)
+        request.next = step.start
         self._requests[step.request_id] = request
         return request
 
-    def _extend(self, request: _Request, new_tokens: Sequence[int]) -> bool:
-        """Take the tokens; False when no hash knows them: then the request is not captured any more."""
+    def _judge(self, request: _Request, step: RequestStep) -> None:
+        """Take the step's tokens, or disable the request: by its own wish, or because a step before has been lost."""
+        if request.skip is not None:
+            return
+        if step.skip is not None:
+            self._disable(request, step.skip)
+        elif step.start > request.next and not step.resumed:
+            self._disable(request, LossReason.CAPTURE_DISABLED)
+        else:
+            self._extend(request, step.tokens_from, step.new_tokens)
+
+    def _extend(self, request: _Request, tokens_from: int, new_tokens: Sequence[int]) -> None:
+        """Take the tokens; when they leave a gap, or no hash knows them, the request is not captured any more."""
+        if tokens_from != len(request.chain):
+            self._disable(request, LossReason.CAPTURE_DISABLED)
+            return
         try:
             request.chain.extend(new_tokens)
         except ValueError:
-            request.skip = LossReason.CAPTURE_DISABLED
-            for chunk in list(request.open.values()):
-                self._drop(request, chunk, request.skip)
-            return False
-        return True
+            self._disable(request, LossReason.CAPTURE_DISABLED)
+
+    def _disable(self, request: _Request, reason: LossReason) -> None:
+        """Nothing more of the request is captured, and nothing that is open is stored."""
+        request.skip = reason
+        for chunk in list(request.open.values()):
+            self._drop(request, chunk, reason)
 
     def _fill(
         self, step: RequestStep, request: _Request, index: int, start: int, stop: int
@@ -371,8 +391,10 @@ class Ledger:
         request = self._requests.get(finished.request_id)
         if request is None:
             return
-        if request.skip is None:
-            self._extend(request, finished.new_tokens)
+        if finished.skip is not None:
+            self._disable(request, finished.skip)
+        elif request.skip is None and finished.new_tokens:
+            self._extend(request, finished.tokens_from, finished.new_tokens)
         self._end(finished.request_id, finished.num_tokens, LossReason.TAIL_OFF)
 
     def _end(self, request_id: str, num_tokens: int | None, reason: LossReason) -> None:

@@ -24,11 +24,13 @@ class RequestStep:
             cover the whole range.
         settled: once the forward is done, positions below this can't be taken back (drafts lie at or above it).
         new_tokens: token ids that have become known since the last step, in order without a gap.
-        first: the request is seen for the first time; `cache_salt`, `identity` and `skip` count then.
+        tokens_from: absolute index of the first of them, also when there are none: how many were told before. Anything
+            else tells the ledger that a step was lost on its way.
+        first: the request is seen for the first time; `cache_salt` and `identity` count then.
         resumed: the request was preempted and begins again at `start`.
         cache_salt: part of the key.
         identity: what besides token ids the tensors depend on.
-        skip: why this request is not captured at all; None to capture it.
+        skip: why this request is not captured from now on, and never again; None to capture it.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class RequestStep:
     cache_salt: str = ""
     identity: Identity = PLAIN
     skip: LossReason | None = None
+    tokens_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,25 @@ class FinishedRequest:
     Attributes:
         request_id: the engine's id.
         num_tokens: its final length; rows at or beyond it were computed in vain. None when unknown.
-        new_tokens: as in `RequestStep`.
+        new_tokens, tokens_from: as in `RequestStep`; `tokens_from` counts only where there are tokens.
+        skip: why nothing of it that is still open may be stored; None to store what is whole.
     """
 
     request_id: str
     num_tokens: int | None = None
     new_tokens: tuple[int, ...] = ()
+    tokens_from: int = 0
+    skip: LossReason | None = None
 
 
 @dataclass(frozen=True)
 class StepMeta:
-    """One engine step: what ended before it, then what it computes."""
+    """One engine step: what ended before it, then what it computes.
+
+    Attributes:
+        untold: tokens that the step computes besides, of which nothing more is known.
+    """
 
     requests: tuple[RequestStep, ...] = ()
     finished: tuple[FinishedRequest, ...] = field(default=())
+    untold: int = 0

@@ -25,6 +25,7 @@ from lmcache_qclient.capture.geometry import reference_group
 from lmcache_qclient.capture.step import StepMeta
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
 from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.vllm.guard import ScheduleGuard
 from lmcache_qclient.vllm.hook import wrap_layers
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.schedule import ScheduleTracker
@@ -56,7 +57,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._config = vllm_config
         self._cache_config = kv_cache_config
-        self._tracker: ScheduleTracker | None = None
+        self._tracker: ScheduleGuard | None = None
         self._dispatcher: Dispatcher | None = None
         self._reference_layer: str | None = None
         if not self.settings.features:
@@ -64,8 +65,8 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             group_index, block_size, _ = reference_group(kv_cache_config)
-            self._tracker = ScheduleTracker(
-                group_index, block_size or int(vllm_config.cache_config.block_size)
+            self._tracker = ScheduleGuard(
+                ScheduleTracker(group_index, block_size or int(vllm_config.cache_config.block_size))
             )
 
     @property

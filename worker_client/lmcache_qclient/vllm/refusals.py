@@ -9,7 +9,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Check vLLM's configuration.
 
     Raises:
-        ValueError: context parallelism, or KV-sharing fast prefill.
+        ValueError: context parallelism, KV-sharing fast prefill, or async scheduling of drafts.
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -20,4 +20,12 @@ def refuse_unsupported(vllm_config: Any) -> None:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         raise ValueError(
             "query capture does not work with kv_sharing_fast_prefill: shared layers skip prompt rows"
+        )
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    drafts = getattr(vllm_config, "speculative_config", None) is not None
+    if drafts and getattr(scheduler, "async_scheduling", False):
+        raise ValueError(
+            "query capture does not work with async scheduling and speculative decoding together: steps are scheduled "
+            "before it is known which drafts were accepted, so positions are guesses. Pass --no-async-scheduling, or "
+            "drop --speculative-config"
         )

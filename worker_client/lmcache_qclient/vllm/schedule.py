@@ -3,6 +3,9 @@
 vLLM hands out requests and block ids piecemeal; this keeps, per request, the block ids of the reference group, how many
 token ids the worker knows, and vLLM's own `Request` (for token ids that become known later). Duck-typed: no import of
 vLLM.
+
+What was missed once (a hook that failed, a request that was never announced) makes a request *strange*: its blocks and
+token ids may be wrong from then on, so all its later steps say `skip`, and its tokens are counted as capture_disabled.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ class _Tracked:
     block_ids: list[int] = field(default_factory=list)
     tokens_sent: int = 0
     announced: bool = False
+    strange: bool = False
 
 
 class ScheduleTracker:
@@ -47,31 +51,56 @@ class ScheduleTracker:
 
     def request_finished(self, request: Any) -> None:
         """A request has ended, for whatever cause; its final tokens go out with the next step."""
-        tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and tracked.announced:
-            tokens = _tokens_from(tracked)
-            self._finished.append(FinishedRequest(request.request_id, request.num_tokens, tokens))
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or not tracked.announced or tracked.strange:
+            self.lose_request(request.request_id)
+            return
+        sent, tokens = _tokens_from(tracked)
+        ended = FinishedRequest(request.request_id, request.num_tokens, tokens, sent)
+        del self._requests[request.request_id]
+        self._finished.append(ended)
 
     def build(self, output: Any) -> StepMeta:
-        """The step that a `SchedulerOutput` stands for."""
-        finished, self._finished = tuple(self._finished), []
+        """The step that a `SchedulerOutput` stands for. When it raises, call `lose_step`."""
         steps = [self._new(data, output) for data in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks, start = cached.new_block_ids[index], cached.num_computed_tokens[index]
             resumed = request_id in cached.resumed_req_ids
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
+            tracked = self._known(request_id)
             if resumed:
                 tracked.block_ids.clear()
             if blocks is not None:
                 tracked.block_ids.extend(blocks[self.group_index])
             steps.append(self._step(request_id, tracked, start, output, resumed))
-        return StepMeta(tuple(steps), finished)
+        return StepMeta(tuple(steps), self._take_finished())
+
+    def lose_step(self, output: Any) -> StepMeta:
+        """What can be told of a step whose `build` has raised: who has ended before, and how many tokens it computes.
+
+        Every request may have missed something, so none is captured any more.
+        """
+        for tracked in self._requests.values():
+            tracked.strange = True
+        return StepMeta((), self._take_finished(), untold=_scheduled_tokens(output))
+
+    def lose_request(self, request_id: str) -> None:
+        """A request has ended and nothing of it can be told: what it has open is not to be stored."""
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None and tracked.announced:
+            self._finished.append(FinishedRequest(request_id, skip=LossReason.CAPTURE_DISABLED))
+
+    def _take_finished(self) -> tuple[FinishedRequest, ...]:
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def _known(self, request_id: str) -> _Tracked:
+        if request_id not in self._requests:
+            self._requests[request_id] = _Tracked(None, strange=True)
+        return self._requests[request_id]
 
     def _new(self, data: Any, output: Any) -> RequestStep:
-        tracked = self._requests[data.req_id]
+        tracked = self._known(data.req_id)
         # Model runner V2 brings a resumed request as a new one.
         resumed = tracked.announced
         tracked.block_ids = list(data.block_ids[self.group_index])
@@ -82,37 +111,71 @@ class ScheduleTracker:
     ) -> RequestStep:
         count = output.num_scheduled_tokens[request_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        if tracked.strange:
+            return _strange(request_id, tracked, start, count, resumed)
         first_block = start // self.block_size
         last_block = (start + count - 1) // self.block_size
         first = not tracked.announced
         tracked.announced = True
         identity, skip = _identity(tracked.request) if first else (PLAIN, None)
+        sent, tokens = _tokens_from(tracked)
         return RequestStep(
             request_id=request_id,
             start=start,
             count=count,
             block_ids=tuple(tracked.block_ids[first_block : last_block + 1]),
             settled=start + count - drafts,
-            new_tokens=_tokens_from(tracked),
+            new_tokens=tokens,
             first=first,
             resumed=resumed,
             cache_salt=(tracked.request.cache_salt or "") if first and skip is None else "",
             identity=identity,
             skip=skip,
+            tokens_from=sent,
         )
 
 
-def _tokens_from(tracked: _Tracked) -> tuple[int, ...]:
-    tokens: Sequence[int] = tracked.request.all_token_ids[tracked.tokens_sent :]
+def _strange(
+    request_id: str, tracked: _Tracked, start: int, count: int, resumed: bool
+) -> RequestStep:
+    first = not tracked.announced
+    tracked.announced = True
+    return RequestStep(
+        request_id,
+        start,
+        count,
+        block_ids=(),
+        settled=start,
+        first=first,
+        resumed=resumed,
+        skip=LossReason.CAPTURE_DISABLED,
+    )
+
+
+def _tokens_from(tracked: _Tracked) -> tuple[int, tuple[int, ...]]:
+    """How many token ids were told before, and those that have become known since."""
+    sent = tracked.tokens_sent
+    tokens: Sequence[int] = tracked.request.all_token_ids[sent:]
     tracked.tokens_sent += len(tokens)
-    return tuple(tokens)
+    return sent, tuple(tokens)
+
+
+def _scheduled_tokens(output: Any) -> int:
+    try:
+        return int(sum(output.num_scheduled_tokens.values()))
+    except Exception:  # noqa: BLE001 - the output is what has failed before; 0 is all that is known then
+        return 0
 
 
 def _identity(request: Any) -> tuple[Identity, LossReason | None]:
     """What besides token ids the request's tensors depend on, and why it can't be captured, if so."""
     salt = request.cache_salt or ""
-    if getattr(request, "prompt_embeds", None) is not None or len(salt) > MAX_SALT_CHARS:
-        # Embeddings stand where token ids are unknown: no key would be right.
+    # Embeddings stand where token ids are unknown, and a session with streaming input takes told token ids back: no key
+    # would be right.
+    unnamed = getattr(request, "prompt_embeds", None) is not None or getattr(
+        request, "resumable", False
+    )
+    if unnamed or len(salt) > MAX_SALT_CHARS:
         return PLAIN, LossReason.CAPTURE_DISABLED
     lora = request.lora_request
     items = tuple(
