@@ -5,6 +5,7 @@ Fields are only ever appended, with a default: an older peer's message stays val
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -268,7 +269,7 @@ class ChunkQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         places = [partial.index for partial in self.partials]
-        if any(place >= after for place, after in zip(places, places[1:], strict=False)):
+        if any(place >= after for place, after in pairwise(places)):
             raise ValueError("partial chunks come in ascending order of their places")
 
 
