@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -19,32 +18,27 @@ from demo.reference import max_relative_row_error, reference_queries
 from lmcache_qclient.qcache import connect
 
 
-def expected_capture(request: dict[str, Any], chunk_size: int) -> int:
-    """Tokens of a request that lie in chunks which it computed as a whole.
+def expected_capture(request: dict[str, Any]) -> int:
+    """Tokens of a request that get a row: [cached, length - 1).
 
-    It computes [cached, length - 1): what the prefix cache had is not computed, and the last sampled token never is.
+    What the prefix cache had is not computed, and the last sampled token never is.
     """
-    first: int = math.ceil(request["cached_tokens"] / chunk_size)
-    last: int = (len(request["token_ids"]) - 1) // chunk_size
-    return max(0, last - first) * chunk_size
+    return max(0, len(request["token_ids"]) - 1 - request["cached_tokens"])
 
 
-def computed_chunks(requests: list[dict[str, Any]], chunk_size: int) -> set[tuple[int, ...]]:
-    """Every chunk that some request computed as a whole, named by the tokens from the start to its end."""
-    chunks = set()
+def expected_retrieval(tokens: list[int], requests: list[dict[str, Any]]) -> int:
+    """Tokens of the longest prefix of which every token's row has been computed by some request that begins alike."""
+    spans = []
     for request in requests:
-        tokens = request["token_ids"]
-        first = math.ceil(request["cached_tokens"] / chunk_size)
-        for end in range((first + 1) * chunk_size, len(tokens), chunk_size):
-            chunks.add(tuple(tokens[:end]))
-    return chunks
-
-
-def expected_retrieval(tokens: list[int], chunks: set[tuple[int, ...]], chunk_size: int) -> int:
-    """Tokens of the longest prefix whose chunks have all been computed by somebody."""
+        theirs = request["token_ids"][:-1]
+        alike = 0
+        while alike < min(len(tokens), len(theirs)) and tokens[alike] == theirs[alike]:
+            alike += 1
+        spans.append((request["cached_tokens"], alike))
     end = 0
-    while tuple(tokens[: end + chunk_size]) in chunks:
-        end += chunk_size
+    for first, alike in sorted(spans):
+        if first <= end:
+            end = max(end, alike)
     return end
 
 
@@ -64,7 +58,6 @@ def main() -> None:
     kept: list[tuple[dict[str, Any], torch.Tensor]] = []
     retrieved_bytes, retrieve_seconds = 0, 0.0
     with connect(options.server_url, options.http_url, options.model) as cache:
-        chunk_size = cache.layouts[0].chunk_size
         for request in engine["requests"]:
             began = time.perf_counter()
             result = cache.retrieve(request["token_ids"])
@@ -72,7 +65,6 @@ def main() -> None:
             retrieved_bytes += result.tensor.nbytes
             kept.append((request, result.tensor))
             print(f"  {request['name']}: {result.num_tokens} tokens retrieved", flush=True)
-    chunks = computed_chunks(engine["requests"], chunk_size)
     for request, tensor in kept:
         reference = reference_queries(Path(options.model), request["token_ids"])
         error = max_relative_row_error(tensor, reference[:, : tensor.shape[1]])
@@ -82,7 +74,7 @@ def main() -> None:
                 "tokens": len(request["token_ids"]),
                 "cached": request["cached_tokens"],
                 "retrieved": tensor.shape[1],
-                "expected": expected_retrieval(request["token_ids"], chunks, chunk_size),
+                "expected": expected_retrieval(request["token_ids"], engine["requests"]),
                 "max rel. row error": error,
             }
         )
@@ -99,9 +91,7 @@ def main() -> None:
             {
                 "rows": rows,
                 "max_rel_row_error": max(row["max rel. row error"] for row in rows),
-                "tokens_expected": sum(
-                    expected_capture(request, chunk_size) for request in engine["requests"]
-                ),
+                "tokens_expected": sum(expected_capture(request) for request in engine["requests"]),
                 "retrieve_gb_s": retrieved_bytes / retrieve_seconds / 1e9,
                 "retrieved_bytes": retrieved_bytes,
             }

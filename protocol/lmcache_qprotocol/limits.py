@@ -16,6 +16,10 @@ MAX_CHUNKS = 1 << 14
 MAX_LAYERS = 4096
 MAX_GROUPS = 256
 """KV cache groups of one engine; lists of ring blocks in one store."""
+MAX_PARTIALS = 64
+"""Partial chunks in one query."""
+MAX_ITEMS = 4096
+"""Items that begin in one chunk."""
 MAX_POSITION = (1 << 31) - 1
 """A stamp holds a position in 31 bits."""
 

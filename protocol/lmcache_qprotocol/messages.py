@@ -5,19 +5,23 @@ Fields are only ever appended, with a default: an older peer's message stays val
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from lmcache_qprotocol.errors import ErrorCode
+from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.keys import Hash, KeyFamily, LayoutId, ModelName, Position, Salt, WorldSize
 from lmcache_qprotocol.layout import LAYOUT_ID_BYTES, Layout
 from lmcache_qprotocol.limits import (
     MAX_CHUNKS,
     MAX_GROUPS,
+    MAX_ITEMS,
     MAX_LAYERS,
     MAX_NAME_CHARS,
+    MAX_PARTIALS,
     MAX_TOKENS,
     Limits,
 )
@@ -34,6 +38,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Nonce = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Hashes = Annotated[tuple[Hash, ...], Meta(max_length=MAX_CHUNKS)]
+TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
+Items = Annotated[tuple[ItemIdentity, ...], Meta(max_length=MAX_ITEMS)]
 Token16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 OpaqueMap = dict[str, msgspec.Raw]
 """A legacy map that nobody reads: its values stay bytes, else a frame could become millions of
@@ -162,14 +168,16 @@ class RangeKey(msgspec.Struct, frozen=True, kw_only=True):
         chunk_hashes: one hash per chunk of the range; for a piece one, over the chunk's tokens up
             to `end`.
         layout_id: see layout.py.
-        parent_hash, piece_tokens: for a piece: the hash of the chunk before, and the chunk's tokens
-            up to `end`.
+        parent_hash, piece_tokens, piece_items: the hash of the chunk before, the chunk's tokens up
+            to `end`, and the items that begin among them, their offsets counted from the chunk's
+            start. A piece needs them; a single whole chunk may bring them, and can then be found by
+            a part of its tokens.
     """
 
     model_name: ModelName
     world_size: WorldSize
     worker_id: Annotated[int, Meta(ge=0, le=255)] | None = None
-    token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
+    token_ids: TokenIds = ()
     start: Position = 0
     end: Position = 0
     request_id: Name = ""
@@ -179,7 +187,8 @@ class RangeKey(msgspec.Struct, frozen=True, kw_only=True):
     chunk_hashes: Hashes = ()
     layout_id: LayoutId = b""
     parent_hash: Hash | None = None
-    piece_tokens: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
+    piece_tokens: TokenIds = ()
+    piece_items: Items = ()
 
     def __post_init__(self) -> None:
         if self.end < self.start:
@@ -229,25 +238,68 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
 # --- finding --------------------------------------------------------------------------------------
 
 
+class PartialChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk by its tokens: whatever is stored of it is found, not only the whole chunk.
+
+    Attributes:
+        index: its place in the query, see `ChunkQuery`.
+        parent_hash: the hash of the chunk before.
+        tokens: the asked tokens from the chunk's start, at most `chunk_size`.
+        items: the items that begin among them, their offsets counted from the chunk's start.
+    """
+
+    index: Count
+    parent_hash: Hash
+    tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_TOKENS)]
+    items: Items = ()
+
+
 class ChunkQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks of one sequence, by hash, in order."""
+    """Chunks of one sequence.
+
+    Attributes:
+        chunk_hashes: whole chunks by hash, in order; their places are 0, 1, ...
+        partials: chunks by their tokens, places ascending. One whose place is among
+            `chunk_hashes` counts when that chunk is not there whole.
+    """
 
     family: KeyFamily
-    chunk_hashes: Hashes
+    chunk_hashes: Hashes = ()
+    partials: Annotated[tuple[PartialChunk, ...], Meta(max_length=MAX_PARTIALS)] = ()
+
+    def __post_init__(self) -> None:
+        places = [partial.index for partial in self.partials]
+        if any(place >= after for place, after in pairwise(places)):
+            raise ValueError("partial chunks come in ascending order of their places")
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A chunk that is not there: its place in the query, and why."""
+    """What is not there.
+
+    Attributes:
+        index: the chunk's place in the query.
+        reason: why.
+        rows: the rows [a, b) of a partial chunk that are missing; a chunk with several gaps is
+            there several times. None: all that were asked for.
+    """
 
     index: Count
     reason: MissReason
+    rows: tuple[Position, Position] | None = None
 
 
 class LookupReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`prefix` chunks are there without a gap from the first; `missing` are all that are not."""
+    """What is there, and what is not.
+
+    Attributes:
+        prefix: chunks that are there with all their rows, without a gap from place 0.
+        missing: all that is not there, in order.
+        tokens: tokens that are there without a gap from place 0.
+    """
 
     prefix: Count
     missing: tuple[Missing, ...] = ()
+    tokens: Count = 0
 
 
 class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,8 +310,10 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
         offset, nbytes: bytes in the pool's memory.
         shape: `[blocks, layers, block_size, hidden_dim]`.
         dtype: a name of `DTYPE_BYTES`.
-        rows: rows [a, b) of the chunk that the blocks hold, counted from the chunk's start.
+        rows: rows [a, b) of the chunk that the blocks hold, counted from the chunk's start. The
+            first block begins at row `a // block_size * block_size`; the rows outside [a, b) are 0.
         generation: of the pool slot; it never comes back with other bytes.
+        valid: the rows [a, c) of them that belong to the asked tokens. None: all.
     """
 
     index: Count
@@ -269,6 +323,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     rows: tuple[Count, Count]
     generation: Count
+    valid: tuple[Count, Count] | None = None
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,12 +331,15 @@ class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lease_id: 0 when nothing was leased.
-        chunks: the longest prefix without a gap, and what lies behind a gap, in order of index.
-        missing: all others, with reasons.
+        chunks: the longest prefix without a gap, and what lies behind a gap, in order of index and
+            of their first valid rows. A partial chunk may take several.
+        missing: all that is not there, with reasons.
         partial: the client's lease cap cut the answer; release this lease, then ask for the rest.
+        tokens: tokens that `chunks` hold without a gap from place 0.
     """
 
     lease_id: Count
     chunks: tuple[StoredChunk, ...] = ()
     missing: tuple[Missing, ...] = ()
     partial: bool = False
+    tokens: Count = 0

@@ -42,7 +42,9 @@ def rows(positions: Sequence[int], layer: int) -> torch.Tensor:
 class SmallWorker:
     """One worker of model `MODEL`."""
 
-    def __init__(self, url: str, instance_id: str = "small-0", ring_blocks: int = 64) -> None:
+    def __init__(
+        self, url: str, instance_id: str = "small-0", ring_blocks: int = 64, tails: bool = True
+    ) -> None:
         self.account = Account()
         self.adapter = QRingBufferAdapter(
             Connection.open(url, client="small worker"),
@@ -53,7 +55,9 @@ class SmallWorker:
             account=self.account,
             heartbeat_interval_s=0.5,
         )
-        self.capture = QRingBufferCapture(self.adapter, RingSettings(blocks=ring_blocks))
+        self.capture = QRingBufferCapture(
+            self.adapter, RingSettings(blocks=ring_blocks, tails=tails)
+        )
         names = layer_names(LAYERS)
         self.names = names
         self.capture.setup_q_ring(
@@ -62,14 +66,24 @@ class SmallWorker:
             vllm_config(heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK),
         )
 
-    def prefill(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Compute a whole prompt in one step; its cache blocks are scattered, its rows come backwards."""
+    def prefill(self, request_id: str, tokens: Sequence[int], cached: int = 0) -> None:
+        """Compute a prompt in one step; its cache blocks are scattered, its rows come backwards.
+
+        Args:
+            cached: tokens that the engine's prefix cache has; they are not computed.
+        """
         blocks = tuple(7 + 3 * index for index in range(-(-len(tokens) // BLOCK)))
         step = RequestStep(
-            request_id, 0, len(tokens), blocks, len(tokens), tuple(tokens), first=True
+            request_id,
+            cached,
+            len(tokens) - cached,
+            blocks[cached // BLOCK :],
+            len(tokens),
+            tuple(tokens),
+            first=True,
         )
         self.capture.begin_step(StepMeta((step,)))
-        order = list(reversed(range(len(tokens))))
+        order = list(reversed(range(cached, len(tokens))))
         slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in order])
         for layer, name in enumerate(self.names):
             self.capture.save_q_layer(name, rows(order, layer), slots)

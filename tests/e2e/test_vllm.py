@@ -20,7 +20,6 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 MODEL = ".cache/smollm2-135m"
-CHUNK = 256
 TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
 IN_PROCESS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -114,21 +113,19 @@ def real_text() -> list[int]:
 
 
 def check_rows(daemon: RunningDaemon, report: dict[str, Any], reference: Reference) -> None:
-    """Every stored chunk of every request equals the reference, and nothing that should be there is missing."""
+    """Every stored row of every request equals the reference, and none that should be there is missing."""
     from demo.reference import max_relative_row_error
-    from demo.verify import computed_chunks, expected_retrieval
+    from demo.verify import expected_retrieval
     from lmcache_qclient.qcache import connect
 
-    chunks = computed_chunks(report["requests"], CHUNK)
-    assert chunks
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         for request in report["requests"]:
             tokens = request["token_ids"]
             found = cache.retrieve(tokens)
-            assert found.num_tokens == expected_retrieval(tokens, chunks, CHUNK)
-            if found.num_tokens:
-                right = reference(tokens)[:, : found.num_tokens]
-                assert max_relative_row_error(found.tensor, right) <= 5e-5
+            assert found.num_tokens == expected_retrieval(tokens, report["requests"])
+            assert found.num_tokens
+            right = reference(tokens)[:, : found.num_tokens]
+            assert max_relative_row_error(found.tensor, right) <= 5e-5
 
 
 def check_account(daemon: RunningDaemon, report: dict[str, Any]) -> None:
@@ -136,11 +133,11 @@ def check_account(daemon: RunningDaemon, report: dict[str, Any]) -> None:
     from demo.verify import expected_capture
 
     coverage = daemon.status()["coverage"]
-    captured = sum(expected_capture(request, CHUNK) for request in report["requests"])
+    captured = sum(expected_capture(request) for request in report["requests"])
     lost = {reason: count for reason, count in coverage["lost"].items() if count}
     assert coverage["computed"] == report["computed"]
     assert (coverage["captured"], coverage["pending"]) == (captured, 0)
-    assert lost == {"tail_off": report["computed"] - captured}
+    assert (captured, lost) == (report["computed"], {})
 
 
 def test_prompts_in_one_step_by_registered_name(

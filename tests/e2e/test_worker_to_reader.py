@@ -41,6 +41,22 @@ def test_every_row_comes_back(daemon: RunningDaemon) -> None:
     worker.settle("a")
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         found = cache.retrieve(TOKENS)
+    assert torch.equal(found.tensor, expected(len(TOKENS)))
+    assert found.missing == ()
+    assert (worker.account.captured, worker.account.pending) == (len(TOKENS), 0)
+    assert worker.account.lost == Counter()
+    worker.capture.shutdown()
+    coverage = daemon.status()["coverage"]
+    assert (coverage["computed"], coverage["captured"]) == (len(TOKENS), len(TOKENS))
+
+
+def test_without_tails_whole_chunks_come_back(daemon: RunningDaemon) -> None:
+    worker = SmallWorker(daemon.url, tails=False)
+    worker.prefill("a", TOKENS)
+    worker.finish_step()
+    worker.settle("a")
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        found = cache.retrieve(TOKENS)
     assert torch.equal(found.tensor, expected(3 * CHUNK))
     assert [(chunk.start, chunk.end, chunk.reason) for chunk in found.missing] == [
         (3 * CHUNK, len(TOKENS), MissReason.TOO_SHORT)
@@ -48,8 +64,46 @@ def test_every_row_comes_back(daemon: RunningDaemon) -> None:
     assert (worker.account.captured, worker.account.pending) == (3 * CHUNK, 0)
     assert worker.account.lost == Counter({LossReason.TAIL_OFF: 10})
     worker.capture.shutdown()
-    coverage = daemon.status()["coverage"]
-    assert (coverage["computed"], coverage["captured"]) == (len(TOKENS), 3 * CHUNK)
+
+
+def test_c35_one_token_more_than_a_chunk() -> None:
+    tokens = list(range(257))
+    with running_daemon(chunk_size=256) as daemon:
+        worker = SmallWorker(daemon.url)
+        worker.prefill("a", tokens)
+        worker.finish_step()
+        worker.settle("a")
+        with connect(daemon.url, daemon.http_url, MODEL) as cache:
+            found = cache.retrieve(tokens)
+        worker.capture.shutdown()
+    assert (found.num_tokens, found.missing) == (257, ())
+    assert torch.equal(found.tensor, expected(257))
+
+
+def test_a_short_question_after_a_long_cached_system_prompt() -> None:
+    """1,000 tokens in the engine's prefix cache up to block 62: the question's rows begin inside chunk 3."""
+    system = list(range(1000))
+    questions = [[*system, *range(base, base + 21)] for base in (5000, 6000)]
+    with running_daemon(chunk_size=256) as daemon:
+        worker = SmallWorker(daemon.url, ring_blocks=128)
+        worker.prefill("system", system)
+        worker.finish_step()
+        worker.settle("system")
+        for number, tokens in enumerate(questions):
+            worker.prefill(f"q{number}", tokens, cached=992)
+            worker.finish_step()
+            worker.settle(f"q{number}")
+        with connect(daemon.url, daemon.http_url, MODEL) as cache:
+            for tokens in questions:
+                assert cache.lookup(tokens).num_tokens == len(tokens)
+                found = cache.retrieve(tokens)
+                assert (found.num_tokens, found.missing) == (len(tokens), ())
+                assert torch.equal(found.tensor, expected(len(tokens)))
+            other = cache.retrieve([*questions[0][:1010], 1, 2])
+            assert torch.equal(other.tensor, expected(1010))
+            assert [(miss.start, miss.end) for miss in other.missing] == [(1010, 1012)]
+        assert worker.account.lost == Counter()
+        worker.capture.shutdown()
 
 
 def test_a_flipped_stamp_is_refused_counted_and_a_miss_with_that_reason(
@@ -71,7 +125,7 @@ def test_a_flipped_stamp_is_refused_counted_and_a_miss_with_that_reason(
     worker.finish_step()
     worker.settle("a")
     assert worker.account.lost[LossReason.STAMP_MISMATCH] == CHUNK
-    assert worker.account.captured == 2 * CHUNK
+    assert worker.account.captured == 2 * CHUNK + 10
     assert daemon.metrics()['lmcache_mp_store_chunks_total{outcome="stamp_mismatch"}'] == 1
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         found = cache.retrieve(TOKENS)
@@ -122,7 +176,7 @@ def test_a_restarted_server_is_found_again_and_blocks_come_back() -> None:
         worker.prefill("b", TOKENS)
         worker.finish_step()
         worker.settle("b")
-        assert worker.account.lost[LossReason.SERVER_UNAVAILABLE] == 3 * CHUNK
+        assert worker.account.lost[LossReason.SERVER_UNAVAILABLE] == len(TOKENS)
     http_port = int(first.http_url.rsplit(":", 1)[1])
     with running_daemon(
         chunk_size=CHUNK, url=url, lifeline=lifeline, http_port=http_port
@@ -132,8 +186,8 @@ def test_a_restarted_server_is_found_again_and_blocks_come_back() -> None:
         worker.finish_step()
         worker.settle("c")
         with connect(second.url, second.http_url, MODEL) as cache:
-            assert torch.equal(cache.retrieve(TOKENS).tensor, expected(3 * CHUNK))
-        assert worker.account.captured == 6 * CHUNK
+            assert torch.equal(cache.retrieve(TOKENS).tensor, expected(len(TOKENS)))
+        assert worker.account.captured == 2 * len(TOKENS)
         assert worker.account.pending == 0
         ring = worker.capture.ring
         assert ring is not None

@@ -16,7 +16,7 @@ from msgspec import inspect as mi
 from lmcache_qprotocol.dtypes import DTYPE_BYTES
 from lmcache_qprotocol.keys import KeyFamily
 from lmcache_qprotocol.layout import LAYOUT_ID_BYTES, Layout
-from lmcache_qprotocol.messages import RangeKey
+from lmcache_qprotocol.messages import ChunkQuery, RangeKey
 from tests.protocol.plain_msgpack import pack
 
 SMALL = 4
@@ -100,9 +100,20 @@ def _of_range_key(info: Any) -> st.SearchStrategy[RangeKey]:
     )
 
 
+def _of_chunk_query(info: Any) -> st.SearchStrategy[ChunkQuery]:
+    (partials,) = [field.type for field in info.fields if field.name == "partials"]
+    by_place = _of_info(partials).map(
+        lambda made: tuple(
+            sorted({one.index: one for one in made}.values(), key=lambda one: one.index)
+        )
+    )
+    return _fields(info, partials=by_place)
+
+
 _SPECIAL: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
     Layout: _of_layout,
     RangeKey: _of_range_key,
+    ChunkQuery: _of_chunk_query,
     KeyFamily: lambda info: _fields(info, layout_id=layout_ids),
 }
 

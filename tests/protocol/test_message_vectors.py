@@ -19,6 +19,7 @@ import pytest
 from lmcache_qprotocol import codec, lifeline
 from lmcache_qprotocol import messages as m
 from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.keys import KeyFamily
 from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.limits import Limits
@@ -83,6 +84,7 @@ PIECE_KEY = msgspec.structs.replace(
     chunk_hashes=HASHES[:1],
     parent_hash=b"\xaa" * 32,
     piece_tokens=(0, 1, 2, 3, 4294967295, 5),
+    piece_items=(ItemIdentity("mm", "sha256:ab", 2),),
 )
 LEGACY_KEY = m.RangeKey(
     model_name=MODEL,
@@ -104,10 +106,23 @@ QUERY = m.ChunkQuery(
         layout_id=LAYOUT_ID,
     ),
     chunk_hashes=HASHES,
+    partials=(
+        m.PartialChunk(
+            index=1,
+            parent_hash=HASHES[0],
+            tokens=(0, 1, 4294967295),
+            items=(ItemIdentity("embeds", "d", 1),),
+        ),
+        m.PartialChunk(index=2, parent_hash=HASHES[1], tokens=(5,)),
+    ),
 )
 LOOKUP_REPLY = m.LookupReply(
     prefix=1,
-    missing=tuple(m.Missing(place, reason) for place, reason in enumerate(MissReason, 1)),
+    missing=tuple(
+        m.Missing(place, reason, (3, 200) if reason is MissReason.TOO_SHORT else None)
+        for place, reason in enumerate(MissReason, 1)
+    ),
+    tokens=300,
 )
 STORED_CHUNK = m.StoredChunk(
     index=0,
@@ -117,6 +132,7 @@ STORED_CHUNK = m.StoredChunk(
     dtype="bfloat16",
     rows=(3, 256),
     generation=9,
+    valid=(3, 17),
 )
 HINTS = {
     "kv_layout": msgspec.Raw(b"\xa3NHD"),
@@ -194,8 +210,9 @@ REPLIES: dict[str, Any] = {
     "retrieve_q reply": m.RetrieveReply(
         lease_id=12,
         chunks=(STORED_CHUNK,),
-        missing=(m.Missing(1, MissReason.EVICTED),),
+        missing=(m.Missing(1, MissReason.EVICTED, (0, 256)),),
         partial=True,
+        tokens=17,
     ),
     "release_q reply": None,
 }

@@ -18,17 +18,24 @@ from lmcache_qserver.copying.shm import RingMemory
 
 @dataclass(frozen=True, slots=True)
 class ChunkCopy:
-    """One chunk to copy.
+    """One chunk, or rows of one chunk, to copy.
 
     Attributes:
         block_ids: ring blocks in order of position, all inside the ring.
         first_stamp: the stamp that the first row must have; row i must have `first_stamp + i`.
         target: uint8 `[len(block_ids) * block_bytes]`, writable.
+        skip: rows of the first block before the first row.
+        rows: how many there are; None for all from `skip` on. Rows of the blocks that are not among them may be
+            anybody's, and are 0 in the target.
+        layers: of a block, `[layers, block_size, ...]`; only needed where not all rows are copied.
     """
 
     block_ids: tuple[int, ...]
     first_stamp: int
     target: npt.NDArray[np.uint8]
+    skip: int = 0
+    rows: int | None = None
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class StampFault:
     chunk: int
     """Index of the chunk among those to copy."""
     row: int
-    """Index of the row in the chunk."""
+    """Index of the row among those to copy."""
     expected: int
     found: int
 
@@ -59,6 +66,7 @@ def copy_chunks(ring: RingMemory, chunks: Sequence[ChunkCopy]) -> StampFault | N
     """
     for index, chunk in enumerate(chunks):
         _copy_rows(ring.rows, chunk)
+        _clear_others(chunk, ring.stamps.shape[1])
         fault = _check_stamps(ring.stamps, chunk, index)
         if fault is not None:
             return fault
@@ -80,8 +88,19 @@ def _copy_rows(rows: npt.NDArray[np.uint8], chunk: ChunkCopy) -> None:
         np.copyto(target[place : place + count], rows[first : first + count])
 
 
+def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
+    """Zero the target's rows that are not the chunk's: they lie before it in the first block, behind it in the last."""
+    if not chunk.skip and chunk.rows is None:
+        return
+    blocks = chunk.target.reshape(len(chunk.block_ids), chunk.layers, block_size, -1)
+    blocks[0, :, : chunk.skip] = 0
+    if chunk.rows is not None:
+        behind = chunk.skip + chunk.rows - (len(chunk.block_ids) - 1) * block_size
+        blocks[-1, :, behind:] = 0
+
+
 def _check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -> StampFault | None:
-    found = stamps[list(chunk.block_ids)].reshape(-1)
+    found = stamps[list(chunk.block_ids)].reshape(-1)[chunk.skip :][: chunk.rows]
     expected = np.arange(found.size, dtype=np.int64) + chunk.first_stamp
     wrong = found != expected
     if not wrong.any():

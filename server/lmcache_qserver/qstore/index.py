@@ -7,6 +7,7 @@
       - a key is stored, or being written, or neither; never both
       - a stored object's slot is COMMITTED or LEASED and owned by its key; it is complete and proven
       - a key is being written by one store at a time; others wait for that store's `outcome`
+      - what can be found by its tokens is stored; every stored piece can be
       - whatever is absent after having been offered is remembered with a reason, as long as there is memory for it
 
 Everything is synchronous and on the event loop.
@@ -20,9 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lmcache_qprotocol.keys import ObjectKey
+from lmcache_qprotocol.keys import KeyFamily, ObjectKey
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.pool import Pool, Slot, SlotState
+from lmcache_qserver.qstore.by_tokens import ByTokens, Content
+from lmcache_qserver.qstore.cover import Cover, cover
 from lmcache_qserver.qstore.inventory import Inventory
 from lmcache_qserver.qstore.misses import Misses
 from lmcache_qserver.qstore.stored_object import Description, StoredObject
@@ -65,6 +68,7 @@ class Index:
         self._writing: dict[ObjectKey, Write] = {}
         self._misses = Misses()
         self._inventory = Inventory()
+        self._by_tokens = ByTokens()
 
     def __len__(self) -> int:
         """Objects stored."""
@@ -73,6 +77,10 @@ class Index:
     def get(self, key: ObjectKey) -> StoredObject | None:
         """The object, if it is stored now."""
         return self._stored.get(key)
+
+    def cover(self, family: KeyFamily, asked: Content) -> Cover:
+        """The objects that together hold the asked rows of a chunk, and the rows that none holds."""
+        return cover(self._by_tokens.candidates(family, asked), len(asked))
 
     def miss_reason(self, key: ObjectKey) -> MissReason:
         """Why a key is not stored."""
@@ -116,15 +124,26 @@ class Index:
         return answer
 
     def commit(
-        self, write: Write, description: Description, rows: tuple[int, int], created: float
+        self,
+        write: Write,
+        description: Description,
+        rows: tuple[int, int],
+        created: float,
+        content: Content | None = None,
     ) -> StoredObject:
-        """The bytes are complete and proven, and no thread touches them any more."""
+        """The bytes are complete and proven, and no thread touches them any more.
+
+        Args:
+            content: what makes it findable by its tokens; a piece has it, a whole chunk may.
+        """
         assert self._writing.get(write.key) is write, "a write ends once"
         self.pool.commit(write.slot)
         del self._writing[write.key]
         stored = StoredObject(write.key, write.slot, description, rows, created)
         self._stored[write.key] = stored
         self._inventory.add(stored)
+        if content is not None:
+            self._by_tokens.add(write.key, content)
         self._misses.forget(write.key)
         _tell(write.outcome, True)
         return stored
@@ -163,8 +182,11 @@ class Index:
         for write in self._writing.values():
             assert write.slot.state is SlotState.RESERVED
             assert not write.outcome.done()
+        self._by_tokens.validate()
+        assert all(key in self._stored for key in self._by_tokens)
+        assert all(key in self._by_tokens for key in self._stored if key.rows is not None)
         models = self.models()
-        assert sum(model["chunks"] for model in models) == len(self._stored)
+        assert sum(model["chunks"] + model["pieces"] for model in models) == len(self._stored)
         assert sum(model["bytes"] for model in models) == sum(
             stored.slot.nbytes for stored in self._stored.values()
         )
@@ -177,6 +199,7 @@ class Index:
         for evicted in reservation.evicted:
             assert isinstance(evicted, ObjectKey)
             self._inventory.remove(self._stored.pop(evicted))
+            self._by_tokens.remove(evicted)
             self._misses.note(evicted, MissReason.EVICTED)
         if reservation.slot is None:
             return None

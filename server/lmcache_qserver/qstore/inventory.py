@@ -18,6 +18,7 @@ Kind = tuple[str, int, int, bytes]
 class _Holding:
     description: Description
     chunks: int = 0
+    pieces: int = 0
     nbytes: int = 0
 
 
@@ -30,16 +31,22 @@ class Inventory:
     def add(self, stored: StoredObject) -> None:
         """The object is in the index now."""
         holding = self._holdings.setdefault(_kind(stored.key.family), _Holding(stored.description))
-        holding.chunks += 1
+        if stored.key.rows is None:
+            holding.chunks += 1
+        else:
+            holding.pieces += 1
         holding.nbytes += stored.slot.nbytes
 
     def remove(self, stored: StoredObject) -> None:
         """The object has left the index."""
         kind = _kind(stored.key.family)
         holding = self._holdings[kind]
-        holding.chunks -= 1
+        if stored.key.rows is None:
+            holding.chunks -= 1
+        else:
+            holding.pieces -= 1
         holding.nbytes -= stored.slot.nbytes
-        if not holding.chunks:
+        if not holding.chunks and not holding.pieces:
             del self._holdings[kind]
 
     def summary(self) -> list[dict[str, Any]]:
@@ -53,6 +60,7 @@ class Inventory:
                 "layout": msgspec.to_builtins(holding.description.layout),
                 "chunk_size": holding.description.chunk_size,
                 "chunks": holding.chunks,
+                "pieces": holding.pieces,
                 "bytes": holding.nbytes,
             }
             for (model_name, world_size, kv_rank, layout_id), holding in sorted(

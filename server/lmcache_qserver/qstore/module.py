@@ -190,7 +190,7 @@ class QStoreModule:
         proof: StoreProof | None,
         now: float,
     ) -> StoreResult:
-        """Copy whole chunks out of an instance's ring; returns when the ring's blocks may be reused.
+        """Copy whole chunks, or a piece of one, out of a ring; returns when the ring's blocks may be reused.
 
         One exception: after a copy that timed out (`copy_failed`) its thread may still *read* the blocks. What it reads
         then is thrown away, so they may be reused nevertheless.
@@ -256,7 +256,7 @@ class QStoreModule:
     def _end_store(
         self, instance: Instance, store: CheckedStore, outcome: StoreOutcome, began: float
     ) -> None:
-        nbytes = outcome.stored * store.description.chunk_bytes
+        nbytes = outcome.stored * store.object_bytes
         self._totals.add(outcome, nbytes)
         self._bus.publish(
             StoreEnd(
@@ -275,11 +275,11 @@ class QStoreModule:
 
     def lookup_q(self, query: ChunkQuery) -> LookupReply:
         """Which chunks are there, and why the others are not."""
-        return reading.lookup(self.index, query)
+        return reading.lookup(self.index, query, self.chunk_size)
 
     def retrieve_q(self, client: Hashable, query: ChunkQuery, now: float) -> RetrieveReply:
         """Lease the chunks that are there to a client, up to its cap."""
-        return reading.retrieve(self.index, self.leases, client, query, now)
+        return reading.retrieve(self.index, self.leases, client, query, self.chunk_size, now)
 
     def release_q(self, client: Hashable, lease_ids: Iterable[int]) -> None:
         """Give leases back.

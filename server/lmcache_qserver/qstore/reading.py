@@ -1,48 +1,141 @@
-"""Finding chunks and leasing them to a reader."""
+"""Finding chunks, whole or in pieces, and leasing them to a reader."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
-from lmcache_qprotocol.keys import ObjectKey
-from lmcache_qprotocol.messages import ChunkQuery, LookupReply, Missing, RetrieveReply
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.hashing import chunk_hash
+from lmcache_qprotocol.keys import KeyFamily, ObjectKey
+from lmcache_qprotocol.messages import (
+    ChunkQuery,
+    LookupReply,
+    Missing,
+    PartialChunk,
+    RetrieveReply,
+    StoredChunk,
+)
+from lmcache_qprotocol.reasons import MissReason
+from lmcache_qserver.pool import Slot
+from lmcache_qserver.qstore.by_tokens import content_of
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.leases import Leases
 from lmcache_qserver.qstore.stored_object import StoredObject
 
-Found = list[tuple[int, StoredObject]]
-"""Place in the query, and what is there."""
+
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """One object that a query finds: rows [a, c) of the chunk at `place`."""
+
+    place: int
+    stored: StoredObject
+    valid: tuple[int, int] | None = None
+    """None: a whole chunk, all of it."""
+
+    def located(self) -> StoredChunk:
+        return self.stored.located(self.place, self.valid)
 
 
-def lookup(index: Index, query: ChunkQuery) -> LookupReply:
-    """How far the stored prefix reaches, and all that is missing. Promises nothing: only a lease keeps a chunk."""
-    found, missing = _search(index, query)
-    return LookupReply(prefix=missing[0].index if missing else len(found), missing=missing)
+@dataclass(slots=True)
+class _Answer:
+    """All that a query finds and misses, in order."""
+
+    chunk_size: int
+    hits: list[_Hit] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+    def reach(self, hits: list[_Hit]) -> int:
+        """Tokens that these hits hold without a gap from place 0."""
+        tokens = 0
+        for hit in hits:
+            first, end = hit.valid if hit.valid is not None else (0, self.chunk_size)
+            start = hit.place * self.chunk_size
+            if start + first > tokens:
+                break
+            tokens = max(tokens, start + end)
+        return tokens
+
+
+def lookup(index: Index, query: ChunkQuery, chunk_size: int) -> LookupReply:
+    """How far what is stored reaches, and all that is missing. Promises nothing: only a lease keeps a chunk.
+
+    Raises:
+        RequestError(bad_payload): a partial chunk is longer than a chunk.
+    """
+    answer = _search(index, query, chunk_size)
+    tokens = answer.reach(answer.hits)
+    return LookupReply(prefix=tokens // chunk_size, missing=tuple(answer.missing), tokens=tokens)
 
 
 def retrieve(
-    index: Index, leases: Leases, client: Hashable, query: ChunkQuery, now: float
+    index: Index,
+    leases: Leases,
+    client: Hashable,
+    query: ChunkQuery,
+    chunk_size: int,
+    now: float,
 ) -> RetrieveReply:
-    """Lease what is there, as far as the client's cap reaches; what is cut off is in neither list of the answer."""
-    found, missing = _search(index, query)
-    count = leases.affordable(client, [stored.slot for _, stored in found])
-    lease_id = leases.grant(client, [stored.slot for _, stored in found[:count]], now)
+    """Lease what is there, as far as the client's cap reaches; what is cut off is in neither list of the answer.
+
+    Raises:
+        RequestError(bad_payload): a partial chunk is longer than a chunk.
+    """
+    answer = _search(index, query, chunk_size)
+    slots: list[Slot] = [hit.stored.slot for hit in answer.hits]
+    count = leases.affordable(client, slots)
+    lease_id = leases.grant(client, slots[:count], now)
+    leased = answer.hits[:count]
     return RetrieveReply(
         lease_id=lease_id,
-        chunks=tuple(stored.located(place) for place, stored in found[:count]),
-        missing=missing,
-        partial=count < len(found),
+        chunks=tuple(hit.located() for hit in leased),
+        missing=tuple(answer.missing),
+        partial=count < len(answer.hits),
+        tokens=answer.reach(leased),
     )
 
 
-def _search(index: Index, query: ChunkQuery) -> tuple[Found, tuple[Missing, ...]]:
-    found: Found = []
-    missing: list[Missing] = []
-    for place, chunk_hash in enumerate(query.chunk_hashes):
-        key = ObjectKey(family=query.family, chunk_hash=chunk_hash)
+def _search(index: Index, query: ChunkQuery, chunk_size: int) -> _Answer:
+    answer = _Answer(chunk_size)
+    partials = {partial.index: partial for partial in query.partials}
+    for place, name in enumerate(query.chunk_hashes):
+        partial = partials.pop(place, None)
+        key = ObjectKey(family=query.family, chunk_hash=name)
         stored = index.get(key)
         if stored is not None:
-            found.append((place, stored))
+            answer.hits.append(_Hit(place, stored))
+        elif partial is not None:
+            _search_partial(index, query.family, partial, answer)
         else:
-            missing.append(Missing(place, index.miss_reason(key)))
-    return found, tuple(missing)
+            answer.missing.append(Missing(place, index.miss_reason(key)))
+    for partial in partials.values():
+        _search_partial(index, query.family, partial, answer)
+    return answer
+
+
+def _search_partial(
+    index: Index, family: KeyFamily, partial: PartialChunk, answer: _Answer
+) -> None:
+    """By hash if a whole chunk is asked for and there, else by tokens."""
+    asked = len(partial.tokens)
+    if asked > answer.chunk_size or any(item.offset >= asked for item in partial.items):
+        raise RequestError(
+            ErrorCode.BAD_PAYLOAD,
+            f"a partial chunk has at most {answer.chunk_size} tokens, and its items begin among them",
+        )
+    reason = MissReason.TOO_SHORT
+    if asked == answer.chunk_size:
+        name = chunk_hash(partial.parent_hash, partial.tokens, 0, partial.items)
+        key = ObjectKey(family=family, chunk_hash=name)
+        stored = index.get(key)
+        if stored is not None:
+            answer.hits.append(_Hit(partial.index, stored))
+            return
+        reason = index.miss_reason(key)
+    content = content_of(partial.parent_hash, partial.tokens, partial.items)
+    chosen, gaps = index.cover(family, content)
+    for one in chosen:
+        found = index.get(one.key)
+        assert found is not None, "what is found by its tokens is stored"
+        answer.hits.append(_Hit(partial.index, found, (one.first, one.agreed)))
+    answer.missing += [Missing(partial.index, reason, gap) for gap in gaps]

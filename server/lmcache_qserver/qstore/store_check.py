@@ -10,24 +10,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
-from lmcache_qprotocol.hashing import chunk_hashes
+from lmcache_qprotocol.hashing import chunk_hash, chunk_hashes
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank
 from lmcache_qprotocol.messages import RangeKey, StoreProof
 from lmcache_qprotocol.stamps import first_stamp
+from lmcache_qserver.qstore.by_tokens import Content, content_of
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.stored_object import Description
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedStore:
-    """A store that has passed the gate: whole chunks of [key.start, key.end)."""
+    """A store that has passed the gate: the whole chunks of [key.start, key.end), or one piece.
+
+    Attributes:
+        num_chunks: 1 for a piece.
+        rows: rows [a, b) that every one of its chunks has.
+        content: tokens and items of the one chunk, when they were sent.
+    """
 
     key: RangeKey
     family: KeyFamily
     description: Description
     num_chunks: int
+    rows: tuple[int, int]
     block_ids: tuple[int, ...]
     nonces: tuple[int, ...]
+    content: Content | None = None
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of each object."""
+        return self.description.blocks_of(self.rows) * self.description.block_bytes
 
     def hashes_of_tokens(self) -> list[bytes]:
         """Hash of every chunk, out of the whole prefix's token ids: O(prefix), work for a thread."""
@@ -41,15 +55,16 @@ class CheckedStore:
         Args:
             hashes: one per chunk.
         """
-        per_chunk = self.description.blocks_per_chunk
+        per_chunk = self.description.blocks_of(self.rows)
+        rows = None if self.rows == (0, self.description.chunk_size) else self.rows
         return [
             PlannedChunk(
-                key=ObjectKey(family=self.family, chunk_hash=chunk_hash),
+                key=ObjectKey(family=self.family, chunk_hash=name, rows=rows),
                 block_ids=self.block_ids[index * per_chunk : (index + 1) * per_chunk],
                 start=self.key.start + index * self.description.chunk_size,
                 nonce=self.nonces[index],
             )
-            for index, chunk_hash in enumerate(hashes)
+            for index, name in enumerate(hashes)
         ]
 
 
@@ -89,13 +104,17 @@ def check_store(
     if len(block_groups) != 1:
         raise _bad(f"the ring has one group of blocks, {len(block_groups)} were sent")
     _check_key(instance, key)
-    num_chunks = _count_chunks(key, chunk_size)
+    is_piece = _is_piece(key, chunk_size)
+    num_chunks = 1 if is_piece else _count_chunks(key, chunk_size)
+    chunk_start = key.start // chunk_size * chunk_size
+    rows = (key.start - chunk_start, key.end - chunk_start) if is_piece else (0, chunk_size)
     _check_hashes(key, num_chunks)
+    content = _check_content(key, num_chunks, chunk_start, is_piece)
     description = Description(
         instance.description.layout, instance.description.block_size, chunk_size
     )
     _check_blocks(
-        block_groups[0], num_chunks * description.blocks_per_chunk, instance.description.num_blocks
+        block_groups[0], num_chunks * description.blocks_of(rows), instance.description.num_blocks
     )
     if proof is None:
         raise _bad("a store from a ring needs a proof: send the nonce of each chunk")
@@ -107,7 +126,14 @@ def check_store(
             "this ring lies in host memory, where there is no event to wait for: send an empty handle",
         )
     return CheckedStore(
-        key, _family(instance, key), description, num_chunks, tuple(block_groups[0]), proof.nonces
+        key,
+        _family(instance, key),
+        description,
+        num_chunks,
+        rows,
+        tuple(block_groups[0]),
+        proof.nonces,
+        content,
     )
 
 
@@ -125,20 +151,16 @@ def _check_key(instance: Instance, key: RangeKey) -> None:
 
 
 def _count_chunks(key: RangeKey, chunk_size: int) -> int:
-    if _is_piece(key, chunk_size):
-        raise _bad("pieces are not stored yet: store whole chunks")
     length = key.end - key.start
     if not length or key.start % chunk_size or length % chunk_size:
         raise _bad(
-            f"[{key.start}, {key.end}) is not one or more whole chunks of {chunk_size} tokens"
+            f"[{key.start}, {key.end}) is neither one or more whole chunks of {chunk_size} tokens nor rows of one chunk"
         )
     return length // chunk_size
 
 
 def _is_piece(key: RangeKey, chunk_size: int) -> bool:
     """Rows of one chunk, but not all of them."""
-    if key.parent_hash is not None or key.piece_tokens:
-        return True
     inside_one = key.end > key.start and key.start // chunk_size == (key.end - 1) // chunk_size
     return inside_one and key.end - key.start < chunk_size
 
@@ -153,6 +175,29 @@ def _check_hashes(key: RangeKey, num_chunks: int) -> None:
         raise _bad(
             f"send a hash per chunk, or the whole prefix: {key.end} token ids, not {len(key.token_ids)}"
         )
+
+
+def _check_content(
+    key: RangeKey, num_chunks: int, chunk_start: int, is_piece: bool
+) -> Content | None:
+    """Tokens and items of the chunk up to the range's end: they must be what the hash names."""
+    if key.parent_hash is None:
+        if is_piece or key.piece_tokens or key.piece_items:
+            raise _bad("a piece needs parent_hash and piece_tokens, and both go together")
+        return None
+    if num_chunks != 1 or len(key.chunk_hashes) != 1:
+        raise _bad("parent_hash goes with one chunk (or piece) and its one hash")
+    tokens, items = key.piece_tokens, key.piece_items
+    if len(tokens) != key.end - chunk_start:
+        raise _bad(
+            f"piece_tokens must be the {key.end - chunk_start} tokens from the chunk's start to the range's end, "
+            f"not {len(tokens)}"
+        )
+    if any(item.offset >= len(tokens) for item in items):
+        raise _bad("piece_items must begin among piece_tokens, with offsets from the chunk's start")
+    if chunk_hash(key.parent_hash, tokens, 0, items) != key.chunk_hashes[0]:
+        raise _bad("the hash is not that of parent_hash, piece_tokens and piece_items")
+    return content_of(key.parent_hash, tokens, items)
 
 
 def _check_blocks(block_ids: Sequence[int], needed: int, num_blocks: int) -> None:

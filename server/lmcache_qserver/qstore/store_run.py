@@ -104,7 +104,7 @@ class StoreRun:
     async def _store_chunks(self) -> None:
         todo = list(self._chunks)
         while todo:
-            reserved = self._index.reserve_write(todo, self._store.description.chunk_bytes)
+            reserved = self._index.reserve_write(todo, self._store.object_bytes)
             for key in reserved.duplicates:
                 self._duplicate += self._times[key]
             if reserved.no_room:
@@ -112,7 +112,7 @@ class StoreRun:
                     reserved.no_room,
                     LossReason.POOL_FULL,
                     f"the pool has no room for {len(reserved.no_room)} chunks of "
-                    f"{self._store.description.chunk_bytes} bytes: everything in it is being written or read",
+                    f"{self._store.object_bytes} bytes: everything in it is being written or read",
                 )
             if reserved.writes:
                 await self._write(reserved.writes)
@@ -151,20 +151,30 @@ class StoreRun:
 
     def _submit(self, writes: list[Write]) -> Job[StampFault | None]:
         copies = []
+        first, end = self._store.rows
+        layout, block_size = self._store.description.layout, self._store.description.block_size
         for write in writes:
             chunk = self._chunks[write.key]
             target = self._index.pool.view(write.slot)
-            copies.append(ChunkCopy(chunk.block_ids, chunk.first_stamp, target))
+            copies.append(
+                ChunkCopy(
+                    chunk.block_ids,
+                    chunk.first_stamp,
+                    target,
+                    skip=first % block_size,
+                    rows=end - first,
+                    layers=len(layout.layer_ids),
+                )
+            )
         return self._instance.lane.submit(
             self._copy, self._instance.ring, copies, timeout_s=self._copy_timeout_s
         )
 
     def _commit(self, writes: list[Write]) -> None:
-        description = self._store.description
-        rows = (0, description.chunk_size)
+        store = self._store
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
         for write in reversed(writes):
-            self._index.commit(write, description, rows, self._now)
+            self._index.commit(write, store.description, store.rows, self._now, store.content)
             self._stored += 1
             self._duplicate += self._times[write.key] - 1
 

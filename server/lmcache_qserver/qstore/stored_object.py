@@ -19,22 +19,22 @@ class Description:
     chunk_size: int
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a whole chunk."""
-        return self.chunk_size * self.layout.token_bytes
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.block_size * self.layout.token_bytes
 
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Ring blocks of a whole chunk."""
-        return self.chunk_size // self.block_size
+    def blocks_of(self, rows: tuple[int, int]) -> int:
+        """Blocks of a chunk in which rows [a, b) lie."""
+        return -(-rows[1] // self.block_size) - rows[0] // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One committed chunk. Immutable, as its bytes are.
+    """One committed chunk or piece. Immutable, as its bytes are.
 
     Attributes:
-        rows: rows [a, b) of the chunk that it holds; a whole chunk has all of them.
+        rows: rows [a, b) of the chunk that it holds; a whole chunk has all of them. Its bytes are those blocks of the
+            chunk in which the rows lie; what else lies there is 0.
         created: seconds, monotonic, of this server.
     """
 
@@ -44,14 +44,15 @@ class StoredObject:
     rows: tuple[int, int]
     created: float
 
-    def located(self, index: int) -> StoredChunk:
+    def located(self, index: int, valid: tuple[int, int] | None = None) -> StoredChunk:
         """Where a reader finds it.
 
         Args:
             index: its place in the reader's query.
+            valid: the rows that belong to the asked tokens; None for all.
         """
         layout, block_size = self.description.layout, self.description.block_size
-        blocks = self.slot.nbytes // (block_size * layout.token_bytes)
+        blocks = self.slot.nbytes // self.description.block_bytes
         return StoredChunk(
             index=index,
             offset=self.slot.offset,
@@ -60,4 +61,5 @@ class StoredObject:
             dtype=layout.dtype,
             rows=self.rows,
             generation=self.slot.generation,
+            valid=valid,
         )

@@ -59,23 +59,6 @@ async def test_a_store_that_does_not_fit_is_refused_before_any_copy(
     assert world.module.report_status()["totals"]["rejected_stores"] == {code.value: 1}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"start": 4, "end": 12, "parent_hash": HASH, "piece_tokens": (1,) * 12},
-        {"parent_hash": HASH},
-        {"start": 0, "end": 8},
-        {"start": 8, "end": 16},
-    ],
-)
-async def test_pieces_are_refused_by_name(world: World, changes: dict[str, Any]) -> None:
-    await world.worker()
-    key = range_key(1, 0, **changes)
-    with pytest.raises(RequestError, match="pieces are not stored yet") as caught:
-        await world.module.store_q("c1", key, 1, ((0, 1),), b"", proof_of(1), world.now)
-    assert caught.value.code is ErrorCode.BAD_PAYLOAD
-
-
 @pytest.mark.parametrize("proof", [None, proof_of(1, 2)])
 async def test_a_store_without_a_fitting_proof_is_refused(
     world: World, proof: StoreProof | None

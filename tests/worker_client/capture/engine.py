@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qprotocol.identity import PLAIN, Identity, LoraIdentity
+from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity, LoraIdentity
 
 VOCABULARY = 3
 """Small, so that drafts are often right, and rejected ones often look right one position later."""
@@ -37,6 +37,8 @@ class SimRequest:
     announced: bool = False
     running: bool = False
     preempted: bool = False
+    written: set[int] = field(default_factory=set)
+    """Positions of which a row was ever computed, drafts included."""
 
     def row(self, position: int) -> Row:
         """What the row at `position` must be."""
@@ -97,10 +99,19 @@ class Engine:
         tokens = [self.random.randrange(VOCABULARY) for _ in range(prompt)]
         lora = LoraIdentity("a", "b") if self.random.random() < 0.2 else None
         request = SimRequest(
-            request_id, tokens, prompt + outputs, Identity(lora), salt=f"salt {prompt}"
+            request_id,
+            tokens,
+            prompt + outputs,
+            Identity(lora, self._items(prompt)),
+            f"salt {prompt}",
         )
         self.waiting.append(request)
         return request
+
+    def _items(self, prompt: int) -> tuple[ItemIdentity, ...]:
+        if self.random.random() < 0.7:
+            return ()
+        return (ItemIdentity("mm", "picture", self.random.randrange(prompt)),)
 
     @property
     def busy(self) -> bool:
@@ -202,6 +213,7 @@ class Engine:
         for position in range(request.computed, len(fed)):
             block, offset = divmod(position, self.block_size)
             rows[request.blocks[block] * self.block_size + offset] = tuple(fed[: position + 1])
+            request.written.add(position)
         return rows
 
     def _sample(self, request: SimRequest, guesses: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qprotocol.hashing import chunk_hashes
+from lmcache_qprotocol.hashing import HashChain, chunk_hash, chunk_hashes
 from lmcache_qprotocol.reasons import LossReason as Loss
 from lmcache_qprotocol.stamps import EMPTY, first_stamp
 from tests.worker_client.capture.engine import Chances, Engine, SimRequest
@@ -46,7 +47,13 @@ class Worker:
     """
 
     def __init__(
-        self, *, chunk: int = 256, block: int = 16, ring_blocks: int | None = None, seed: int = 1
+        self,
+        *,
+        chunk: int = 256,
+        block: int = 16,
+        ring_blocks: int | None = None,
+        seed: int = 1,
+        tails: bool = False,
     ) -> None:
         self.random = Random(seed)
         self.names = layer_names(LAYERS)
@@ -57,7 +64,8 @@ class Worker:
         self._free = self.random.sample(range(1, 9000), 8999)
         self._sent: dict[str, int] = {}
         self.capture = QRingBufferCapture(
-            cast(QRingBufferAdapter, self.adapter), RingSettings(blocks=ring_blocks)
+            cast(QRingBufferAdapter, self.adapter),
+            RingSettings(blocks=ring_blocks, tails=tails),
         )
         config = cache_config(group(FullAttentionSpec(block), self.names))
         self.capture.setup_q_ring(caches(self.names), config, vllm_config(block_size=block))
@@ -131,13 +139,19 @@ class Worker:
         size = self.adapter.tokens_per_chunk
         for stored in self.adapter.stored:
             chunk, tokens = stored.chunk, self.tokens[stored.chunk.request_id]
+            assert self.capture.ring is not None
+            skip = chunk.start % self.capture.ring.block_size
+            mine = slice(skip, skip + chunk.tokens)
             for layer in range(LAYERS):
-                expected = query_of(tokens[chunk.start : chunk.end], layer).reshape(size, -1)
-                assert np.array_equal(stored.rows[:, layer], expected.numpy()), (chunk, layer)
+                expected = query_of(tokens[chunk.start : chunk.end], layer)
+                expected = expected.reshape(chunk.tokens, -1)
+                assert np.array_equal(stored.rows[mine, layer], expected.numpy()), (chunk, layer)
             first = first_stamp(chunk.nonce, chunk.start)
-            assert stored.stamps.tolist() == list(range(first, first + size))
-            hashes = chunk_hashes([int(token) for token in tokens], size)
-            assert chunk.chunk_hash == hashes[chunk.start // size]
+            assert stored.stamps[mine].tolist() == list(range(first, first + chunk.tokens))
+            base = chunk.start // size * size
+            known = [int(token) for token in tokens[: chunk.end]]
+            parent = [HashChain(size).root, *chunk_hashes(known[:base], size)][-1]
+            assert chunk.chunk_hash == chunk_hash(parent, known[base:])
         account = self.adapter.account
         assert account.computed == account.captured + account.lost.total() + account.pending
         return [(s.chunk.request_id, s.chunk.start, s.chunk.end) for s in self.adapter.stored]
@@ -503,3 +517,15 @@ def test_whatever_the_engine_does_a_stored_row_is_right(
     worker.capture.shutdown()
     worker.adapter.reclaim_finished_q_stores()
     assert worker.adapter.account.pending == 0
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 513])
+def test_c35_with_pieces_every_row_of_an_odd_length_is_stored(length: int) -> None:
+    worker = Worker(tails=True)
+    worker.add("a", length)
+    worker.step(worker.part("a", 0, length))
+    worker.end("a")
+    edges = [*range(0, length, 256), length]
+    assert worker.check() == [("a", *edge) for edge in pairwise(edges)]
+    assert worker.lost == {}
+    assert worker.all_free()

@@ -1,4 +1,7 @@
-"""The ledger's rules, one row each: what a step does, and where its tokens come to rest. Chunk 8, ring block 4."""
+"""The ledger's rules, one row each: what a step does, and where its tokens come to rest. Chunk 8, ring block 4.
+
+Without pieces; test_ledger_pieces.py has what they change.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ CHUNK, BLOCK, ENGINE_BLOCK = 8, 4, 16
 class Bench:
     """A ledger whose requests' token i is TOKENS[i] and whose cache block j is j + 1."""
 
-    def __init__(self, ring_blocks: int = 50, **options: int) -> None:
+    def __init__(self, ring_blocks: int = 50, *, pieces: bool = False, **options: int) -> None:
         self.account = Account()
         self.blocks = BlockAllocator(ring_blocks)
         self.ledger = Ledger(
@@ -32,6 +35,7 @@ class Bench:
             allocate=self.blocks.allocate,
             free=self.blocks.free,
             account=self.account,
+            pieces=pieces,
             **options,
         )
         self.known: dict[str, int] = {}

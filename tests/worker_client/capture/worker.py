@@ -8,7 +8,8 @@ from random import Random
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.blocks import BlockAllocator
 from lmcache_qclient.capture.ledger import FinishedChunk, Ledger, StepPlan
-from lmcache_qprotocol.hashing import chunk_hashes
+from lmcache_qprotocol.hashing import HashChain, chunk_hash
+from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import EMPTY, first_stamp
 from tests.worker_client.capture.engine import Row, SimRequest, Step
@@ -32,6 +33,7 @@ class Worker:
         block_size: int,
         engine_block_size: int,
         ring_blocks: int,
+        pieces: bool = False,
     ) -> None:
         self.random = random
         self.chunk_size, self.block_size = chunk_size, block_size
@@ -41,6 +43,7 @@ class Worker:
         self.stamps = [EMPTY] * (ring_blocks * block_size)
         self.handed_out: list[FinishedChunk] = []
         self.received: Counter[str] = Counter()
+        self.positions: Counter[tuple[str, int]] = Counter()
         self.owners: dict[str, SimRequest] = {}
         self.ledger = Ledger(
             chunk_size=chunk_size,
@@ -49,6 +52,7 @@ class Worker:
             allocate=self.allocator.allocate,
             free=self.allocator.free,
             account=self.account,
+            pieces=pieces,
             first_nonce=OTHER,
         )
 
@@ -113,22 +117,47 @@ class Worker:
     def _check_chunk(self, chunk: FinishedChunk, owners: list[SimRequest]) -> None:
         """Exactly the rows [start, end) of one sequence, in order, rightly named and stamped."""
         size = self.chunk_size
-        assert (chunk.start % size, chunk.end - chunk.start) == (0, size)
-        assert len(chunk.blocks) == size // self.block_size
+        base = chunk.start // size * size
+        assert base <= chunk.start < chunk.end <= base + size
+        if not self.ledger.pieces:
+            assert (chunk.start, chunk.end) == (base, base + size)
+        skip = (chunk.start - base) % self.block_size
+        assert len(chunk.blocks) == -(-(skip + chunk.tokens) // self.block_size)
         slots = [b * self.block_size + i for b in chunk.blocks for i in range(self.block_size)]
+        slots = slots[skip : skip + chunk.tokens]
         first = first_stamp(chunk.nonce, chunk.start)
-        assert [self.stamps[slot] for slot in slots] == list(range(first, first + size))
+        assert [self.stamps[slot] for slot in slots] == list(range(first, first + chunk.tokens))
         rows = [self.rows[slot] for slot in slots]
         assert any(
             rows == [owner.row(position) for position in range(chunk.start, chunk.end)]
-            and chunk.chunk_hash
-            == chunk_hashes(owner.tokens, size, owner.identity)[chunk.start // size]
-            and chunk.cache_salt == owner.salt
+            and self._is_named(chunk, base, owner)
             for owner in owners
             if len(owner.tokens) >= chunk.end
         ), f"{chunk} does not hold the rows of its request"
         self.handed_out.append(chunk)
-        self.received[chunk.request_id] += size
+        self.received[chunk.request_id] += chunk.tokens
+        for position in range(chunk.start, chunk.end):
+            self.positions[chunk.request_id, position] += 1
+
+    def _is_named(self, chunk: FinishedChunk, base: int, owner: SimRequest) -> bool:
+        chain = HashChain(self.chunk_size, owner.identity)
+        chain.extend(owner.tokens[:base])
+        parent = chain.hashes[-1] if base else chain.root
+        tokens = tuple(owner.tokens[base : chunk.end])
+        items = owner.identity.items
+        content: tuple[object, ...] = (None, (), ())
+        if self.ledger.pieces:
+            inside = tuple(
+                ItemIdentity(item.kind, item.digest, item.offset - base)
+                for item in items
+                if base <= item.offset < chunk.end
+            )
+            content = (parent, tokens, inside)
+        return (
+            chunk.chunk_hash == chunk_hash(parent, tokens, base, items)
+            and chunk.cache_salt == owner.salt
+            and (chunk.parent_hash, chunk.piece_tokens, chunk.piece_items) == content
+        )
 
     def _settle(self, chance: float) -> None:
         for chunk in list(self.handed_out):
@@ -142,7 +171,7 @@ class Worker:
 
     def check(self) -> None:
         """Every computed token is in one place; every ring block has one owner."""
-        chunks = [c for request in self.ledger._requests.values() for c in request.open.values()]
+        chunks = [c for request in self.ledger._requests.values() for c in request.parts()]
         pending = sum(chunk.filled - chunk.first for chunk in chunks)
         pending += sum(chunk.tokens for chunk in self.handed_out)
         account = self.account

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.qcache.stitch import bits_dtype
-from lmcache_qprotocol.hashing import chunk_hashes
+from lmcache_qprotocol.hashing import HashChain, chunk_hash, chunk_hashes
 from lmcache_qprotocol.identity import PLAIN, Identity
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import Layout, layout_id
@@ -125,6 +125,38 @@ class Engine:
         for index in chunks:
             result = self._store_chunk(values, index, hashes[index], salt)
             assert result.ok, result
+
+    def store_piece(self, token_ids: Sequence[int], start: int, end: int, **key: Any) -> None:
+        """Store positions [start, end), all in one chunk of a sequence: a piece, or a whole chunk with its tokens."""
+        self._nonce += 1
+        base = start // CHUNK * CHUNK
+        first, last = (start - base) // BLOCK, (end - 1 - base) // BLOCK
+        values = self.values(token_ids)
+        blocks = random.Random(self._nonce).sample(range(NUM_BLOCKS), last - first + 1)
+        for place, block in enumerate(blocks):
+            at = base + (first + place) * BLOCK
+            self.rows[block], self.stamps[block] = 0xEE, EMPTY
+            for position in range(max(at, start), min(at + BLOCK, end)):
+                self.rows[block, :, position - at] = values[:, position]
+                self.stamps[block, position - at] = first_stamp(self._nonce, position)
+        parent = [HashChain(CHUNK).root, *chunk_hashes(token_ids[:base], CHUNK)][-1]
+        tokens = tuple(token_ids[base:end])
+        key = {
+            "model_name": feature_model_name(self.model_name, self.layout.feature),
+            "world_size": self.world_size,
+            "worker_id": self.rank,
+            "start": start,
+            "end": end,
+            "chunk_hashes": (chunk_hash(parent, tokens),),
+            "layout_id": layout_id(self.layout),
+            "parent_hash": parent,
+            "piece_tokens": tokens,
+            **key,
+        }
+        payloads = (RangeKey(**key), self.instance_id, (tuple(blocks),), b"")
+        proof = StoreProof(nonces=(self._nonce,))
+        result: StoreResult = self.connection.link.call(STORE_Q, (*payloads, proof))
+        assert result.ok, result
 
     def _store_chunk(
         self, values: npt.NDArray[Any], index: int, chunk_hash: bytes, salt: str

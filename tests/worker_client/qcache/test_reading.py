@@ -47,8 +47,9 @@ WANTED = Wanted(
     layout=stored_layout(),
     chunk_size=4,
     cache_salt="",
+    root=b"\xff" * 32,
     hashes=tuple(bytes([index]) * 32 for index in range(CHUNKS)),
-    num_tokens=4 * CHUNKS,
+    token_ids=tuple(range(4 * CHUNKS)),
 )
 
 
@@ -70,7 +71,10 @@ class Store:
         server.answers["release_q"] = self.release
 
     def _asked(self, request: Request) -> list[int]:
-        return [chunk_hash[0] for chunk_hash in request.payloads[0].chunk_hashes]
+        """The chunks that were asked for by hash, or else by tokens: no pieces are stored here."""
+        query = request.payloads[0]
+        by_tokens = [(partial.parent_hash[0] + 1) % 256 for partial in query.partials]
+        return [chunk_hash[0] for chunk_hash in query.chunk_hashes] or by_tokens
 
     def _missing(self, asked: list[int]) -> tuple[Missing, ...]:
         return tuple(
@@ -80,7 +84,17 @@ class Store:
         )
 
     def look_up(self, request: Request) -> LookupReply:
+        query = request.payloads[0]
         missing = self._missing(self._asked(request))
+        if query.partials:
+            assert not query.chunk_hashes
+            places = [partial.index for partial in query.partials]
+            missing = tuple(
+                Missing(
+                    places[miss.index], miss.reason, (0, len(query.partials[miss.index].tokens))
+                )
+                for miss in missing
+            )
         prefix = missing[0].index if missing else len(self._asked(request))
         return LookupReply(prefix=prefix, missing=missing)
 
@@ -148,7 +162,7 @@ def read_all(session: Session, out: np.ndarray[Any, Any]) -> Found:
 
 def test_everything(session: Session, store: Store) -> None:
     out = target()
-    assert read_all(session, out) == Found(CHUNKS, ())
+    assert read_all(session, out) == Found(4 * CHUNKS, ())
     assert np.array_equal(out, content(store))
     assert (store.granted, store.open_leases) == (1, set())
 
@@ -159,7 +173,7 @@ def test_a_capped_lease_is_released_before_the_next(
 ) -> None:
     store.cap = cap
     out = target()
-    assert read_all(session, out).prefix == CHUNKS
+    assert read_all(session, out).num_tokens == 4 * CHUNKS
     assert np.array_equal(out, content(store))
     names = [name for name, _ in store.server.requests if name in ("retrieve_q", "release_q")]
     assert names == ["retrieve_q", "release_q"] * -(-CHUNKS // cap)
@@ -187,7 +201,7 @@ def test_a_lease_that_ran_out_proves_nothing_so_it_is_read_again(
     session: Session, store: Store
 ) -> None:
     store.expiring = 2
-    assert read_all(session, target()).prefix == CHUNKS
+    assert read_all(session, target()).num_tokens == 4 * CHUNKS
     assert store.granted == 3
 
 
@@ -203,7 +217,7 @@ def test_a_chunk_that_vanishes_after_the_lookup(session: Session, store: Store) 
     store.present.discard(2)
     out = target()
     left = session.run(lambda: read(session, WANTED, found, out))
-    assert left.prefix == 2
+    assert left.num_tokens == 8
     assert [(miss.index, miss.reason, miss.start, miss.end) for miss in left.missing] == [
         (2, MissReason.EVICTED, 8, 12)
     ]
@@ -239,7 +253,7 @@ def test_a_lost_answer_costs_one_renewal_and_drops_its_lease(
 
     store.server.answers["retrieve_q"] = lose_the_first
     former = session.connection.lifeline
-    assert read_all(session, target()).prefix == CHUNKS
+    assert read_all(session, target()).num_tokens == 4 * CHUNKS
     assert former is not None
     assert not former.is_open()
     assert sum(name == "hello" for name, _ in store.server.requests) == 2
@@ -254,7 +268,7 @@ def test_a_session_that_the_server_has_forgotten_is_renewed(session: Session, st
         return store.retrieve(request)
 
     store.server.answers["retrieve_q"] = forget_once
-    assert read_all(session, target()).prefix == CHUNKS
+    assert read_all(session, target()).num_tokens == 4 * CHUNKS
     assert sum(name == "hello" for name, _ in store.server.requests) == 2
 
 

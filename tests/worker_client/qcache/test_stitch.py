@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_qclient.qcache.stitch import bits_dtype, check_chunk, copy_chunk
+from lmcache_qclient.qcache.stitch import bits_dtype, check_chunk, copy_rows
 from lmcache_qprotocol.dtypes import DTYPE_BYTES
 from lmcache_qprotocol.errors import ProtocolError
 from lmcache_qprotocol.messages import StoredChunk
@@ -49,7 +49,7 @@ def test_every_value_lands_where_it_belongs(
     )
     # a part of a larger tensor, as one rank's layers and heads are
     whole = np.full((layers + 1, tokens + 2, heads + 1, head_dim), 7, bits_dtype(dtype))
-    copy_chunk(pool, stored, whole[1:, 1:-1, :-1])
+    copy_rows(pool, stored, (0, tokens), whole[1:, 1:-1, :-1])
     assert np.array_equal(whole[1:, 1:-1, :-1], want)
     assert (whole[0] == 7).all()
     assert (whole[:, [0, -1]] == 7).all()
@@ -85,11 +85,18 @@ def test_a_good_chunk_passes() -> None:
         ({"nbytes": good().nbytes - 2}, "make its bytes"),
         ({"shape": (4, 3, 4, 31)}, "make its bytes"),
         ({"shape": (4, 4, 3, 32)}, "layout"),
-        ({"shape": (0, 3, 4, 32), "nbytes": 0}, "whole chunk"),
+        ({"shape": (0, 3, 4, 32), "nbytes": 0}, "blocks"),
         ({"dtype": "float16"}, "layout"),
-        ({"rows": (0, 12)}, "whole chunk"),
-        ({"rows": (4, 16)}, "whole chunk"),
-        ({"shape": (2, 3, 4, 32), "nbytes": good().nbytes // 2}, "whole chunk"),
+        ({"rows": (0, 12)}, "blocks"),
+        ({"rows": (4, 16)}, "blocks"),
+        ({"shape": (2, 3, 4, 32), "nbytes": good().nbytes // 2}, "blocks"),
+        ({"shape": (4, 3, 0, 32), "nbytes": 0}, "rows outside"),
+        ({"rows": (0, 15)}, "whole chunk"),
+        ({"rows": (0, 17)}, "rows outside"),
+        ({"rows": (3, 3)}, "rows outside"),
+        ({"rows": (2, 15), "valid": (1, 15)}, "valid"),
+        ({"rows": (2, 15), "valid": (2, 16)}, "valid"),
+        ({"rows": (2, 15), "valid": (5, 5)}, "valid"),
         ({"offset": 4095}, "aligned"),
     ],
 )

@@ -41,10 +41,11 @@ def test_all_switches() -> None:
             "lmcache.q.ring_bytes": "1000",
             "lmcache.q.connect_timeout_s": "2.5",
             "lmcache.q.heartbeat_s": 1,
+            "lmcache.q.tails": "false",
         }
     )
-    assert settings == Settings((), "tcp://h:1", RingSettings(12, 3, 1000), 2.5, 1.0)
-    assert len(KNOWN) == 6, "a new switch belongs into this test"
+    assert settings == Settings((), "tcp://h:1", RingSettings(12, 3, 1000, False), 2.5, 1.0)
+    assert len(KNOWN) == 7, "a new switch belongs into this test"
 
 
 @pytest.mark.parametrize(("given", "blocks"), [(5, 5), (0, 1), (-3, 1), ("7", 7)])

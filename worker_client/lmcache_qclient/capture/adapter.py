@@ -226,6 +226,9 @@ class QRingBufferAdapter:
             cache_salt=chunk.cache_salt,
             chunk_hashes=(chunk.chunk_hash,),
             layout_id=self._layout_id,
+            parent_hash=chunk.parent_hash,
+            piece_tokens=chunk.piece_tokens,
+            piece_items=chunk.piece_items,
         )
         payloads = (key, self.instance_id, (chunk.blocks,), b"", StoreProof(nonces=(chunk.nonce,)))
         generation = self._generation  # read before sending, so that it is never too new

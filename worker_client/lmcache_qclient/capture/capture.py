@@ -50,7 +50,7 @@ class QRingBufferCapture:
 
     Args:
         adapter: the way to the server.
-        settings: how large the ring may be.
+        settings: how large the ring may be, and whether pieces are stored.
     """
 
     def __init__(self, adapter: QRingBufferAdapter, settings: RingSettings) -> None:
@@ -124,6 +124,7 @@ class QRingBufferCapture:
             allocate=ring.allocate,
             free=ring.free,
             account=self.adapter.account,
+            pieces=self.settings.tails,
             first_nonce=1 + secrets.randbelow(NONCE_LIMIT - 1),
         )
         self.geometry, self.ring = geometry, ring
@@ -228,7 +229,7 @@ class QRingBufferCapture:
         self.adapter.update_report()
 
     def shutdown(self) -> None:
-        """Store what is whole, count the rest, leave the server."""
+        """Store what can be stored, count the rest, leave the server."""
         if self.ledger is not None:
             self.ledger.give_up(LossReason.CAPTURE_DISABLED)
             for chunk in self.ledger.flush():

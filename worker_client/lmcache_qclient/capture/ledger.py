@@ -6,27 +6,35 @@ Pure: no torch, no engine, no I/O, no clock. A chunk is an account that fills. O
                          for every row to be captured its cache slot, ring slot and stamp, and what to clear before
     leave_out(...)       some request's rows could not be found in the step: its chunks of this step are dropped
     give_up(reason)      the step as a whole can't be trusted: every chunk that got a row in it is dropped
-    end_step()           the rows are in the ring: returns the chunks that are whole, settled and named
+    end_step()           the rows are in the ring: returns the chunks and pieces that are complete, settled and named
 
 Rules (each token of [start, start + count) is counted as computed, and comes to rest in exactly one place):
-- An open chunk holds rows [first, filled), without a gap. It owns the ring blocks under those rows, and a nonce.
-- A chunk is stored when it is whole, when no position of it can be taken back, and when its token ids are known.
-- A segment that begins inside a chunk which is not open can't make the chunk whole: its tokens go to the account at
-  once. A chunk once lost stays lost for its request (`_Request.closed` remembers the reason), a chunk once handed out
-  makes later computations of its tokens `recomputed`.
-- Blocks of a chunk that is handed out belong to the caller until `free`.
+- A part holds rows [first, filled) of one chunk, without a gap. It owns a nonce and the ring blocks under those rows; a
+  row keeps its offset in the chunk's blocks, so the first block begins at a block boundary at or before `first`.
+- A chunk has at most one open part, which grows at its end. Where a request goes on elsewhere in the chunk, the open
+  part is *sealed*, complete as it is, and another is opened.
+- A part is handed out when it is complete (it reaches its chunk's end, is sealed, or its request has ended), when no
+  position of it can be taken back, and when the token ids up to its end are known. It is a whole chunk if it has all
+  rows, else a piece.
+- A row that is held by a part, or was handed out, is not captured again: it is `recomputed`. A chunk of which rows were
+  lost stays lost for its request (`_Request.closed` remembers the reason), but for parts that were complete before.
+- Without pieces (`pieces=False`) a part begins where its chunk begins and is only handed out whole: what can't become
+  whole goes to the account at once.
+- Blocks of what is handed out belong to the caller until `free`.
 - A request whose steps or token ids do not follow each other without a gap is not captured any more: what a lost step
   would have told (tokens, blocks, drafts taken back) is unknown, so no later row of it can be trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qprotocol.hashing import HashChain
+from lmcache_qprotocol.hashing import HashChain, chunk_hash
+from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import NONCE_LIMIT, first_stamp
 
@@ -62,15 +70,18 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class FinishedChunk:
-    """A whole chunk, ready to be stored.
+    """A whole chunk, or a piece of one, ready to be stored.
 
     Attributes:
         request_id: for logs.
         start, end: absolute positions.
-        chunk_hash: 32 bytes.
+        chunk_hash: 32 bytes, over the chunk's tokens up to `end`.
         cache_salt: part of the key.
-        blocks: ring blocks that hold the rows, in order.
+        blocks: ring blocks that hold the rows, in order; the first begins at the block boundary at or before `start`.
         nonce: what the stamps must carry.
+        parent_hash: hash of the chunk before; None when the ledger does not do pieces.
+        piece_tokens, piece_items: the chunk's tokens up to `end`, and the items that begin among them, their offsets
+            counted from the chunk's start; both empty without `parent_hash`.
     """
 
     request_id: str
@@ -80,15 +91,20 @@ class FinishedChunk:
     cache_salt: str
     blocks: tuple[int, ...]
     nonce: int
+    parent_hash: bytes | None = None
+    piece_tokens: tuple[int, ...] = ()
+    piece_items: tuple[ItemIdentity, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens of the chunk."""
+        """Tokens that are stored."""
         return self.end - self.start
 
 
-@dataclass
-class _OpenChunk:
+@dataclass(eq=False)
+class _Part:
+    """Rows [first, filled) of chunk `index`; compared by identity."""
+
     index: int
     nonce: int
     first: int
@@ -98,13 +114,50 @@ class _OpenChunk:
 
 @dataclass
 class _Request:
+    """One request.
+
+    Attributes:
+        tokens: all that are known; kept for pieces only.
+        open: by chunk, the part that grows.
+        sealed: parts that do not grow any more.
+        done: by chunk, what was handed out as pieces: absolute positions [from, to).
+        closed: chunks of which nothing more is captured, and why.
+    """
+
     chain: HashChain
     cache_salt: str
     skip: LossReason | None
+    tokens: array[int] = field(default_factory=lambda: array("I"))
     next: int = 0
     settled: int = 0
-    open: dict[int, _OpenChunk] = field(default_factory=dict)
+    open: dict[int, _Part] = field(default_factory=dict)
+    sealed: list[_Part] = field(default_factory=list)
+    done: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     closed: dict[int, LossReason] = field(default_factory=dict)
+
+    def parts(self) -> list[_Part]:
+        """All parts that own ring blocks."""
+        return [*self.sealed, *self.open.values()]
+
+    def remove(self, part: _Part) -> None:
+        """The part does not own anything any more."""
+        if self.open.get(part.index) is part:
+            del self.open[part.index]
+        else:
+            self.sealed.remove(part)
+
+    def seal(self, part: _Part) -> None:
+        """The part is complete."""
+        del self.open[part.index]
+        self.sealed.append(part)
+
+    def held(self, index: int) -> list[tuple[int, int]]:
+        """Positions [from, to) of chunk `index` that are captured, in order."""
+        spans = [(part.first, part.filled) for part in self.sealed if part.index == index]
+        part = self.open.get(index)
+        if part is not None:
+            spans.append((part.first, part.filled))
+        return sorted(spans + self.done.get(index, []))
 
 
 class Ledger:
@@ -117,6 +170,7 @@ class Ledger:
         allocate: n -> ring block ids, or None.
         free: takes ring block ids back.
         account: where tokens are counted.
+        pieces: hand out parts of chunks as well.
         first_nonce: in [1, 2**31); later chunks count up from it.
     """
 
@@ -129,6 +183,7 @@ class Ledger:
         allocate: Callable[[int], list[int] | None],
         free: Callable[[Sequence[int]], None],
         account: Account,
+        pieces: bool = True,
         first_nonce: int = 1,
     ) -> None:
         if chunk_size < 1 or block_size < 1 or engine_block_size < 1 or chunk_size % block_size:
@@ -139,12 +194,13 @@ class Ledger:
         self.block_size = block_size
         self.engine_block_size = engine_block_size
         self.account = account
+        self.pieces = pieces
         self._allocate = allocate
         self._free = free
         self._nonce = first_nonce
         self._requests: dict[str, _Request] = {}
         self._stepped: dict[str, None] = {}
-        self._touched: dict[tuple[str, int], None] = {}
+        self._touched: dict[_Part, str] = {}  # part -> request id
         self._ready: list[FinishedChunk] = []
         self._plan = StepPlan()
 
@@ -166,15 +222,17 @@ class Ledger:
         return self._plan
 
     def leave_out(self, request_id: str, reason: LossReason) -> None:
-        """Drop the chunks that `request_id` touched in this step; other requests go on."""
-        self._drop_touched([key for key in self._touched if key[0] == request_id], reason)
+        """Drop what `request_id` touched in this step; other requests go on."""
+        self._drop_touched(
+            [part for part, name in self._touched.items() if name == request_id], reason
+        )
 
     def give_up(self, reason: LossReason) -> None:
-        """Drop every chunk that got a row in this step."""
+        """Drop every part that got a row in this step."""
         self._drop_touched(list(self._touched), reason)
 
     def end_step(self) -> list[FinishedChunk]:
-        """Chunks that can be stored now; their blocks are the caller's until it frees them."""
+        """What can be stored now; its blocks are the caller's until it frees them."""
         for request_id in self._stepped:
             self._collect(request_id, self._requests[request_id])
         self._stepped.clear()
@@ -183,15 +241,15 @@ class Ledger:
         return ready
 
     def flush(self, reason: LossReason = LossReason.TAIL_OFF) -> list[FinishedChunk]:
-        """End all requests, at shutdown: what is whole and known is returned, the rest is counted under `reason`."""
+        """End all requests, at shutdown: what can be stored is returned, the rest is counted under `reason`."""
         for request_id in list(self._requests):
             self._end(request_id, None, reason)
         return self.end_step()
 
     @property
     def open_chunks(self) -> int:
-        """Chunks that own ring blocks now."""
-        return sum(len(request.open) for request in self._requests.values())
+        """Parts of chunks that own ring blocks now."""
+        return sum(len(request.parts()) for request in self._requests.values())
 
     # --- one request's part ------------------------------------------------------------------------------------
 
@@ -254,12 +312,15 @@ class Ledger:
             request.chain.extend(new_tokens)
         except ValueError:
             self._disable(request, LossReason.CAPTURE_DISABLED)
+            return
+        if self.pieces:
+            request.tokens.extend(new_tokens)
 
     def _disable(self, request: _Request, reason: LossReason) -> None:
         """Nothing more of the request is captured, and nothing that is open is stored."""
         request.skip = reason
-        for chunk in list(request.open.values()):
-            self._drop(request, chunk, reason)
+        for part in request.parts():
+            self._drop(request, part, reason)
 
     def _fill(
         self, step: RequestStep, request: _Request, index: int, start: int, stop: int
@@ -268,29 +329,43 @@ class Ledger:
         if index in request.closed:
             self.account.lose(request.closed[index], stop - start)
             return
-        chunk = request.open.get(index)
-        if chunk is not None and start < chunk.filled:
-            again = min(stop, chunk.filled) - start
+        for held_from, held_to in request.held(index):
+            free_to = min(stop, held_from)
+            if start < free_to and not self._capture(step, request, index, start, free_to):
+                self.account.lose(request.closed[index], stop - free_to)
+                return
+            start = max(start, free_to)
+            again = max(0, min(stop, held_to) - start)
             self.account.lose(LossReason.RECOMPUTED, again)
             start += again
-            if start == stop:
-                return
-        if chunk is not None and start > chunk.filled:
-            # A resumed request may begin beyond what had been captured: the rows between are nowhere.
-            self._refuse(request, index, stop - start, LossReason.PREEMPTED)
-            return
-        if chunk is None:
-            if start != index * self.chunk_size:
+        if start < stop:
+            self._capture(step, request, index, start, stop)
+
+    def _capture(
+        self, step: RequestStep, request: _Request, index: int, start: int, stop: int
+    ) -> bool:
+        """Give rows to positions that nothing holds yet; False when they were refused, and the chunk closed."""
+        part = request.open.get(index)
+        if part is not None and part.filled != start:
+            if not self.pieces:
+                # A resumed request may begin beyond what had been captured: the rows between are nowhere.
+                self._refuse(request, index, stop - start, LossReason.PREEMPTED)
+                return False
+            request.seal(part)
+            part = None
+        if part is None:
+            if not self.pieces and start != index * self.chunk_size:
                 self._refuse(request, index, stop - start, LossReason.TAIL_OFF)
-                return
-            chunk = _OpenChunk(index, self._next_nonce(), start, start, [])
-            request.open[index] = chunk
-        if not self._grow(chunk, stop):
+                return False
+            part = _Part(index, self._next_nonce(), start, start, [])
+            request.open[index] = part
+        if not self._grow(part, stop):
             self._refuse(request, index, stop - start, LossReason.RING_FULL)
-            return
-        self._add_runs(step, chunk, start, stop)
-        chunk.filled = stop
-        self._touched[step.request_id, index] = None
+            return False
+        self._add_runs(step, part, start, stop)
+        part.filled = stop
+        self._touched[part] = step.request_id
+        return True
 
     def _covers(self, step: RequestStep) -> bool:
         first_block = step.start // self.engine_block_size
@@ -298,41 +373,49 @@ class Ledger:
         return len(step.block_ids) > last_block - first_block
 
     def _refuse(self, request: _Request, index: int, tokens: int, reason: LossReason) -> None:
-        """Count `tokens` of chunk `index`, and what was captured of it before, as lost; close it."""
+        """Count `tokens` of chunk `index`, and what its open part has captured, as lost; close it."""
         self.account.lose(reason, tokens)
-        chunk = request.open.get(index)
-        if chunk is not None:
-            self._drop(request, chunk, reason)
+        part = request.open.get(index)
+        if part is not None:
+            self._drop(request, part, reason)
         request.closed[index] = reason
 
-    def _grow(self, chunk: _OpenChunk, stop: int) -> bool:
-        base = chunk.index * self.chunk_size
-        need = (stop - base + self.block_size - 1) // self.block_size - len(chunk.blocks)
+    def _grow(self, part: _Part, stop: int) -> bool:
+        need = self._blocks_up_to(part, stop) - len(part.blocks)
         blocks = self._allocate(need) if need > 0 else []
         if blocks is None:
             return False
-        chunk.blocks += blocks
+        part.blocks += blocks
         self._plan.clear_blocks += blocks
         return True
 
-    def _add_runs(self, step: RequestStep, chunk: _OpenChunk, start: int, stop: int) -> None:
-        base = chunk.index * self.chunk_size
+    def _first_block(self, part: _Part) -> int:
+        """Which block of its chunk the part's first ring block is."""
+        return (part.first - part.index * self.chunk_size) // self.block_size
+
+    def _blocks_up_to(self, part: _Part, stop: int) -> int:
+        """Ring blocks that rows [first, stop) of the part lie in."""
+        end = stop - part.index * self.chunk_size
+        return -(-end // self.block_size) - self._first_block(part)
+
+    def _ring_place(self, part: _Part, position: int) -> tuple[int, int]:
+        """Ring slot of a position, and how many rows are left in its block."""
+        block, offset = divmod(position - part.index * self.chunk_size, self.block_size)
+        slot = part.blocks[block - self._first_block(part)] * self.block_size + offset
+        return slot, self.block_size - offset
+
+    def _add_runs(self, step: RequestStep, part: _Part, start: int, stop: int) -> None:
         first_engine_block = step.start // self.engine_block_size
         position = start
         while position < stop:
             engine_block, engine_offset = divmod(position, self.engine_block_size)
-            ring_block, ring_offset = divmod(position - base, self.block_size)
-            length = min(
-                stop - position,
-                self.engine_block_size - engine_offset,
-                self.block_size - ring_offset,
-            )
+            ring_slot, left = self._ring_place(part, position)
+            length = min(stop - position, self.engine_block_size - engine_offset, left)
             slot = (
                 step.block_ids[engine_block - first_engine_block] * self.engine_block_size
                 + engine_offset
             )
-            ring_slot = chunk.blocks[ring_block] * self.block_size + ring_offset
-            stamp = first_stamp(chunk.nonce, position)
+            stamp = first_stamp(part.nonce, position)
             self._plan.runs.append(Run(step.request_id, slot, ring_slot, stamp, length))
             position += length
 
@@ -341,51 +424,56 @@ class Ledger:
     def _reopen(self, request: _Request, start: int) -> None:
         """A resumed request computes from `start` again: what was lost from there on may be captured after all.
 
-        Whether its last drafts were accepted is not told any more, so their rows are taken back. A chunk that ends
-        before `start` can't become whole.
+        Whether its last drafts were accepted is not told any more, so their rows are taken back. A part that ends
+        before `start` does not grow any more.
         """
         self._take_back(request, request.settled, LossReason.PREEMPTED)
-        for chunk in list(request.open.values()):
-            if chunk.filled < start:
-                self._drop(request, chunk, LossReason.PREEMPTED)
+        for part in list(request.open.values()):
+            if part.filled < start:
+                if self.pieces:
+                    request.seal(part)
+                else:
+                    self._drop(request, part, LossReason.PREEMPTED)
         for index, reason in list(request.closed.items()):
-            if reason is not LossReason.RECOMPUTED and index * self.chunk_size >= start:
+            # Only a piece can begin inside a chunk.
+            last_start = (
+                (index + 1) * self.chunk_size - 1 if self.pieces else index * self.chunk_size
+            )
+            if reason is not LossReason.RECOMPUTED and last_start >= start:
                 del request.closed[index]
 
     def _take_back(self, request: _Request, start: int, reason: LossReason) -> None:
         """Rows from `start` on were computed with drafts that the engine did not, or may not have, accepted."""
-        for chunk in list(request.open.values()):
-            if chunk.filled <= start:
+        for part in request.parts():
+            if part.filled <= start:
                 continue
-            keep = max(start, chunk.first)
-            self.account.lose(reason, chunk.filled - keep)
-            self._clear_rows(chunk, keep)
-            chunk.filled = keep
-            if chunk.filled == chunk.first:
-                del request.open[chunk.index]
-                self._free(chunk.blocks)
+            keep = max(start, part.first)
+            self.account.lose(reason, part.filled - keep)
+            self._clear_rows(part, keep)
+            part.filled = keep
+            if part.filled == part.first:
+                request.remove(part)
+                self._free(part.blocks)
         request.settled = min(request.settled, start)
 
-    def _clear_rows(self, chunk: _OpenChunk, start: int) -> None:
-        base = chunk.index * self.chunk_size
+    def _clear_rows(self, part: _Part, start: int) -> None:
         position = start
-        while position < chunk.filled:
-            block, offset = divmod(position - base, self.block_size)
-            length = min(chunk.filled - position, self.block_size - offset)
-            self._plan.clear_rows.append((chunk.blocks[block] * self.block_size + offset, length))
+        while position < part.filled:
+            slot, left = self._ring_place(part, position)
+            length = min(part.filled - position, left)
+            self._plan.clear_rows.append((slot, length))
             position += length
 
-    def _drop(self, request: _Request, chunk: _OpenChunk, reason: LossReason) -> None:
-        self.account.lose(reason, chunk.filled - chunk.first)
-        self._free(chunk.blocks)
-        del request.open[chunk.index]
-        request.closed[chunk.index] = reason
+    def _drop(self, request: _Request, part: _Part, reason: LossReason) -> None:
+        self.account.lose(reason, part.filled - part.first)
+        self._free(part.blocks)
+        self._touched.pop(part, None)
+        request.remove(part)
+        request.closed[part.index] = reason
 
-    def _drop_touched(self, keys: list[tuple[str, int]], reason: LossReason) -> None:
-        for request_id, index in keys:
-            del self._touched[request_id, index]
-            request = self._requests[request_id]
-            self._drop(request, request.open[index], reason)
+    def _drop_touched(self, parts: list[_Part], reason: LossReason) -> None:
+        for part in parts:
+            self._drop(self._requests[self._touched[part]], part, reason)
 
     def _finish(self, finished: FinishedRequest) -> None:
         request = self._requests.get(finished.request_id)
@@ -398,45 +486,86 @@ class Ledger:
         self._end(finished.request_id, finished.num_tokens, LossReason.TAIL_OFF)
 
     def _end(self, request_id: str, num_tokens: int | None, reason: LossReason) -> None:
-        """Store what can be stored of a request, count the rest, forget the request."""
+        """Hand out what can be stored of a request, count the rest, forget the request."""
         request = self._requests[request_id]
         length = len(request.chain) if num_tokens is None else num_tokens
         # The last token may have been sampled in place of a rejected draft, whose row stands there then.
         request.settled = min(length, max(request.settled, length - 1))
         self._collect(request_id, request)
-        for chunk in list(request.open.values()):
-            vain = chunk.filled - max(chunk.first, min(chunk.filled, length))
-            self.account.lose(LossReason.DISCARDED_AFTER_FINISH, vain)
-            chunk.filled -= vain
-            self._drop(request, chunk, reason)
-        for key in [key for key in self._touched if key[0] == request_id]:
-            del self._touched[key]
+        for part in request.parts():
+            self._shorten(part, length, LossReason.DISCARDED_AFTER_FINISH)
+            if self.pieces:
+                self._shorten(part, request.settled, LossReason.REJECTED_DRAFT)
+                self._shorten(part, len(request.chain), reason)
+            if self.pieces and part.first < part.filled:
+                self._hand_out(request_id, request, part)
+            else:
+                self._drop(request, part, reason)
+        for part in [part for part, name in self._touched.items() if name == request_id]:
+            del self._touched[part]
         self._stepped.pop(request_id, None)
         del self._requests[request_id]
 
+    def _shorten(self, part: _Part, end: int, reason: LossReason) -> None:
+        """Count the part's rows from position `end` on as lost."""
+        keep = max(part.first, min(part.filled, end))
+        self.account.lose(reason, part.filled - keep)
+        part.filled = keep
+
     def _collect(self, request_id: str, request: _Request) -> None:
-        """Hand out the chunks that are whole, settled, and named."""
-        for chunk in list(request.open.values()):
-            end = (chunk.index + 1) * self.chunk_size
-            if (
-                chunk.filled < end
-                or request.settled < end
-                or len(request.chain.hashes) <= chunk.index
-            ):
-                continue
-            del request.open[chunk.index]
-            request.closed[chunk.index] = LossReason.RECOMPUTED
-            self._ready.append(
-                FinishedChunk(
-                    request_id,
-                    chunk.first,
-                    end,
-                    request.chain.hashes[chunk.index],
-                    request.cache_salt,
-                    tuple(chunk.blocks),
-                    chunk.nonce,
-                )
+        """Hand out the parts that are complete, settled, and named."""
+        for part in self._complete(request):
+            if part.filled <= min(request.settled, len(request.chain)):
+                self._hand_out(request_id, request, part)
+
+    def _complete(self, request: _Request) -> Iterator[_Part]:
+        yield from list(request.sealed)
+        for part in list(request.open.values()):
+            if part.filled == (part.index + 1) * self.chunk_size:
+                yield part
+
+    def _hand_out(self, request_id: str, request: _Request, part: _Part) -> None:
+        request.remove(part)
+        base, end = part.index * self.chunk_size, part.filled
+        if (part.first, end) == (base, base + self.chunk_size):
+            request.closed[part.index] = LossReason.RECOMPUTED
+            name = request.chain.hashes[part.index]
+        else:
+            request.done.setdefault(part.index, []).append((part.first, end))
+            name = self._piece_hash(request, base, end)
+        needed = self._blocks_up_to(part, end)
+        self._free(part.blocks[needed:])  # they held nothing but rows that were taken back
+        self._ready.append(
+            FinishedChunk(
+                request_id,
+                part.first,
+                end,
+                name,
+                request.cache_salt,
+                tuple(part.blocks[:needed]),
+                part.nonce,
+                *self._content(request, part.index, end),
             )
+        )
+
+    def _piece_hash(self, request: _Request, base: int, end: int) -> bytes:
+        parent = request.chain.parent(base // self.chunk_size)
+        items = request.chain.identity.items
+        return chunk_hash(parent, request.tokens[base:end], base, items)
+
+    def _content(
+        self, request: _Request, index: int, end: int
+    ) -> tuple[bytes | None, tuple[int, ...], tuple[ItemIdentity, ...]]:
+        """Parent hash, tokens, and items of a chunk up to `end`."""
+        if not self.pieces:
+            return None, (), ()
+        base = index * self.chunk_size
+        items = tuple(
+            ItemIdentity(item.kind, item.digest, item.offset - base)
+            for item in request.chain.identity.items
+            if base <= item.offset < end
+        )
+        return request.chain.parent(index), tuple(request.tokens[base:end]), items
 
     def _next_nonce(self) -> int:
         nonce = self._nonce

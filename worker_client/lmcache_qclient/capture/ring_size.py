@@ -16,17 +16,19 @@ DEFAULT_RING_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class RingSettings:
-    """The switches that size the ring.
+    """The switches of the ring: its size, and what is taken out of it.
 
     Attributes:
         blocks: number of blocks; None to compute it.
         depth: steps of `max_num_batched_tokens` that the ring holds.
         max_bytes: budget for the computed size.
+        tails: store pieces of chunks, too: what was computed of a chunk that is not computed whole.
     """
 
     blocks: int | None = None
     depth: int = 2
     max_bytes: int = DEFAULT_RING_BYTES
+    tails: bool = True
 
 
 class RingBlocks(NamedTuple):

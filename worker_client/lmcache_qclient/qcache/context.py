@@ -157,7 +157,7 @@ class QCacheContext:
         """How much of a sequence is stored, without reading it. Arguments and errors as `retrieve`."""
         wanted = self._wanted(token_ids, cache_salt, Identity(lora, tuple(mm)), layout)
         found = self._session.run(lambda: find(self._session, wanted))
-        return Lookup(found.prefix * wanted.chunk_size, found.missing)
+        return Lookup(found.num_tokens, found.missing)
 
     def retrieve(
         self,
@@ -194,7 +194,15 @@ class QCacheContext:
         chunk_size = chosen.chunk_size or self._session.connection.hello.chunk_size
         chain = HashChain(chunk_size, identity)
         chain.extend(ids)
-        return Wanted(chosen, chunk_size, cache_salt, tuple(chain.hashes), len(ids))
+        return Wanted(
+            chosen,
+            chunk_size,
+            cache_salt,
+            chain.root,
+            tuple(chain.hashes),
+            tuple(ids),
+            identity.items,
+        )
 
     def _read(self, wanted: Wanted, out: torch.Tensor | None) -> Retrieval:
         from lmcache_qclient.qcache import (
@@ -202,14 +210,14 @@ class QCacheContext:
         )  # torch is loaded when the first tensor is wanted
 
         found = find(self._session, wanted)
-        tokens = found.prefix * wanted.chunk_size
+        tokens = found.num_tokens
         if out is None:
             tensor = tensors.empty(wanted.layout, tokens)
         else:
             tensors.check_out(out, wanted.layout, tokens)
             tensor = out
         found = self._fill(wanted, found, tensors.bits_of(tensor, wanted.layout))
-        tokens = found.prefix * wanted.chunk_size
+        tokens = found.num_tokens
         front = tensor[:, :tokens]
         return Retrieval(
             tensor=front if out is not None else front.contiguous(),
@@ -219,7 +227,7 @@ class QCacheContext:
         )
 
     def _fill(self, wanted: Wanted, found: Found, target: Any) -> Found:
-        return read(self._session, wanted, found, target) if found.prefix else found
+        return read(self._session, wanted, found, target) if found.num_tokens else found
 
 
 def _key_model_name(model_name: str) -> str:

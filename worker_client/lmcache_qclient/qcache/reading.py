@@ -1,4 +1,7 @@
-"""Finding the chunks of a sequence on all ranks, and copying them out of the pool under a lease.
+"""Finding the chunks of a sequence on all ranks, whole or in pieces, and copying them out of the pool under a lease.
+
+Chunks are asked for by hash first; those that are not there whole, and the last one if the sequence ends inside it, are
+asked for again by their tokens: then the server answers with whatever pieces agree, and retrieve joins them.
 
 What has been copied counts only when the server confirms the lease's release: a lease that had run out before does not
 protect what was read under it, so the batch is read again.
@@ -7,149 +10,266 @@ protect what was read under it, so the batch is read again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_qclient.qcache.catalog import RankPart, StoredLayout
 from lmcache_qclient.qcache.retrieval import MissingChunk
 from lmcache_qclient.qcache.session import Session
-from lmcache_qclient.qcache.stitch import Bits, check_chunk, copy_chunk
+from lmcache_qclient.qcache.stitch import Bits, check_chunk, copy_rows
 from lmcache_qprotocol.errors import ErrorCode, QServerError, RequestError
-from lmcache_qprotocol.messages import ChunkQuery, LookupReply, RetrieveReply
+from lmcache_qprotocol.identity import ItemIdentity
+from lmcache_qprotocol.limits import MAX_PARTIALS
+from lmcache_qprotocol.messages import ChunkQuery, LookupReply, PartialChunk, RetrieveReply
 from lmcache_qprotocol.operations import LOOKUP_Q, RELEASE_Q, RETRIEVE_Q
 from lmcache_qprotocol.reasons import MissReason
 
 LEASE_TRIES = 3
+PARTIAL_TOKENS = 1 << 18
+"""Most tokens of the partial chunks in one request: about a megabyte."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The whole chunks of one sequence.
+    """One sequence, of which everything that is stored is wanted.
 
     Attributes:
+        root: the hash before the first chunk.
         hashes: one per whole chunk.
-        num_tokens: of the sequence; the last may be in a chunk that is not whole.
+        token_ids: all of them; the last may be in a chunk that is not whole.
+        items: of the whole sequence.
     """
 
     layout: StoredLayout
     chunk_size: int
     cache_salt: str
+    root: bytes
     hashes: tuple[bytes, ...]
-    num_tokens: int
+    token_ids: tuple[int, ...]
+    items: tuple[ItemIdentity, ...] = ()
 
-    def missing(self, index: int, reason: MissReason, rank: int | None) -> MissingChunk:
-        """Chunk `index` of the sequence as a miss."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.token_ids)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the sequence begins."""
+        return -(-self.num_tokens // self.chunk_size)
+
+    def missing(
+        self, index: int, reason: MissReason, rank: int | None, rows: tuple[int, int] | None = None
+    ) -> MissingChunk:
+        """Chunk `index` of the sequence, or rows of it, as a miss."""
         start = index * self.chunk_size
-        return MissingChunk(
-            index, start, min(start + self.chunk_size, self.num_tokens), reason, rank
-        )
+        first, end = rows if rows is not None else (0, self.chunk_size)
+        return MissingChunk(index, start + first, min(start + end, self.num_tokens), reason, rank)
 
-    def tail(self) -> list[MissingChunk]:
-        """The chunk at the end that is not whole, if there is one."""
-        whole = len(self.hashes)
-        if self.num_tokens == whole * self.chunk_size:
-            return []
-        return [self.missing(whole, MissReason.TOO_SHORT, None)]
+    def partial(self, index: int, place: int) -> PartialChunk:
+        """Chunk `index` by its tokens.
+
+        Args:
+            place: in the query.
+        """
+        base = index * self.chunk_size
+        tokens = self.token_ids[base : base + self.chunk_size]
+        items = tuple(
+            ItemIdentity(item.kind, item.digest, item.offset - base)
+            for item in self.items
+            if base <= item.offset < base + len(tokens)
+        )
+        parent = self.hashes[index - 1] if index else self.root
+        return PartialChunk(index=place, parent_hash=parent, tokens=tokens, items=items)
 
 
 @dataclass(frozen=True)
 class Found:
-    """`prefix` chunks are there on all ranks without a gap; `missing` are all that are not, in order."""
+    """What is there on all ranks.
 
-    prefix: int
+    Attributes:
+        num_tokens: tokens from the first without a gap.
+        missing: all that is not there on some rank, in order.
+        in_pieces: by rank, the chunks that are to be asked for by their tokens.
+    """
+
+    num_tokens: int
     missing: tuple[MissingChunk, ...]
+    in_pieces: dict[int, frozenset[int]] = field(default_factory=dict, compare=False)
 
 
 def find(session: Session, wanted: Wanted) -> Found:
-    """Look the chunks up on all ranks, without leasing anything."""
-    prefix = len(wanted.hashes)
-    missing = wanted.tail()
+    """Look the sequence up on all ranks, without leasing anything."""
+    missing: list[MissingChunk] = []
     for rank in wanted.layout.missing_ranks:
-        prefix = 0
         missing += [
             wanted.missing(index, MissReason.NOT_STORED, rank)
             for index in range(len(wanted.hashes))
         ]
+    in_pieces: dict[int, frozenset[int]] = {}
+    tails: list[list[MissingChunk]] = [_tail_of_nothing(wanted)] * len(wanted.layout.missing_ranks)
     for part in wanted.layout.parts:
-        absent = _look_up(session, wanted, part)
-        missing += absent
-        if absent:
-            prefix = min(prefix, absent[0].index)
-    return Found(prefix, _in_order(missing))
+        not_whole = _look_up_hashes(session, wanted, part)
+        in_pieces[part.rank] = frozenset(not_whole)
+        absent = _look_up_tokens(session, wanted, part, not_whole)
+        missing += [miss for miss in absent if miss.index < len(wanted.hashes)]
+        tails.append([miss for miss in absent if miss.index >= len(wanted.hashes)])
+    missing += _joined(tails)
+    num_tokens = min((miss.start for miss in missing), default=wanted.num_tokens)
+    return Found(num_tokens, _in_order(missing), in_pieces)
 
 
-def _look_up(session: Session, wanted: Wanted, part: RankPart) -> list[MissingChunk]:
+def _tail_of_nothing(wanted: Wanted) -> list[MissingChunk]:
+    """The chunk in which the sequence ends, if it does not end at a chunk's end, as a miss."""
+    whole = len(wanted.hashes)
+    if whole == wanted.num_chunks:
+        return []
+    return [wanted.missing(whole, MissReason.TOO_SHORT, None)]
+
+
+def _joined(tails: Sequence[list[MissingChunk]]) -> list[MissingChunk]:
+    """What is missing of the last chunk: said once, without a rank, where all ranks miss the same."""
+    places = [[(miss.start, miss.end) for miss in tail] for tail in tails]
+    if all(place == places[0] for place in places):
+        return (
+            [MissingChunk(miss.index, miss.start, miss.end, miss.reason) for miss in tails[0]]
+            if tails
+            else []
+        )
+    return [miss for tail in tails for miss in tail]
+
+
+def _look_up_hashes(session: Session, wanted: Wanted, part: RankPart) -> list[int]:
+    """The chunks that are not there whole."""
+    family = wanted.layout.family(part, wanted.cache_salt)
+    absent: list[int] = []
+    size = _batch_size(session)
+    for start in range(0, len(wanted.hashes), size):
+        query = ChunkQuery(family=family, chunk_hashes=wanted.hashes[start : start + size])
+        reply: LookupReply = session.ask(LOOKUP_Q, (query,))
+        absent += [start + miss.index for miss in reply.missing]
+    return [*sorted(absent), *range(len(wanted.hashes), wanted.num_chunks)]
+
+
+def _look_up_tokens(
+    session: Session, wanted: Wanted, part: RankPart, chunks: Sequence[int]
+) -> list[MissingChunk]:
+    """What is missing of these chunks, however they are stored."""
+    family = wanted.layout.family(part, wanted.cache_salt)
     absent = []
-    for start, hashes in _batches(session, wanted.hashes):
-        family = wanted.layout.family(part, wanted.cache_salt)
-        query = ChunkQuery(family=family, chunk_hashes=hashes)
+    size = _partials_per_request(wanted)
+    for start in range(0, len(chunks), size):
+        partials = tuple(wanted.partial(index, index) for index in chunks[start : start + size])
+        query = ChunkQuery(family=family, partials=partials)
         reply: LookupReply = session.ask(LOOKUP_Q, (query,))
         absent += [
-            wanted.missing(start + miss.index, miss.reason, part.rank) for miss in reply.missing
+            wanted.missing(miss.index, miss.reason, part.rank, miss.rows) for miss in reply.missing
         ]
-    return sorted(absent, key=lambda miss: miss.index)
+    return absent
 
 
 def read(session: Session, wanted: Wanted, found: Found, target: Bits) -> Found:
     """Copy the found prefix into `target`; it may have become shorter since.
 
     Args:
-        target: `[layers, >= prefix * chunk_size, heads, head_dim]`, bits of the layout's dtype.
+        target: `[layers, >= num_tokens, heads, head_dim]`, bits of the layout's dtype.
     """
-    prefix = found.prefix
+    num_tokens = found.num_tokens
     vanished: list[MissingChunk] = []
     for part in wanted.layout.parts:
-        done, miss = _read_part(session, wanted, part, prefix, target)
-        if miss is not None:
-            prefix = done
-            vanished.append(miss)
-    return Found(prefix, _in_order([*found.missing, *vanished]))
+        in_pieces = found.in_pieces.get(part.rank, frozenset())
+        num_tokens, missing = _read_part(session, wanted, part, num_tokens, in_pieces, target)
+        vanished += missing
+    return Found(num_tokens, _in_order([*found.missing, *vanished]), found.in_pieces)
 
 
 def _read_part(
-    session: Session, wanted: Wanted, part: RankPart, count: int, target: Bits
-) -> tuple[int, MissingChunk | None]:
-    """Copy the first `count` chunks of one rank.
+    session: Session,
+    wanted: Wanted,
+    part: RankPart,
+    num_tokens: int,
+    in_pieces: frozenset[int],
+    target: Bits,
+) -> tuple[int, list[MissingChunk]]:
+    """Copy the first `num_tokens` tokens of one rank.
 
     Returns:
-        How many were copied, and the chunk that was not there any more.
+        How many were copied, and what was not there any more.
     """
     done = 0
-    while done < count:
-        hashes = wanted.hashes[done : done + min(count - done, _batch_size(session))]
-        copied, reply = _read_batch(
-            session, wanted, part, hashes, _region(wanted, part, target, done)
-        )
-        reasons = {miss.index: miss.reason for miss in reply.missing}
-        if copied < len(hashes) and copied in reasons:
-            return done + copied, wanted.missing(done + copied, reasons[copied], part.rank)
-        if not copied:
+    while done < num_tokens:
+        batch = _next_batch(session, wanted, part, done, num_tokens, in_pieces)
+        copied, reply = _read_batch(session, wanted, part, batch, target)
+        if copied >= batch.end:
+            done = copied
+            continue
+        vanished = [
+            wanted.missing(batch.chunk + miss.index, miss.reason, part.rank, miss.rows)
+            for miss in reply.missing
+        ]
+        # What lies behind the prefix that was found is in `found` already.
+        vanished = [
+            dataclasses.replace(miss, end=min(miss.end, num_tokens))
+            for miss in vanished
+            if miss.start < num_tokens
+        ]
+        if any(miss.start <= copied for miss in vanished):
+            return copied, vanished
+        if copied <= done:
             raise RequestError(
                 ErrorCode.TOO_MANY_LEASES,
                 "the server leases no more to this client: use one context per reader, and read fewer at a time",
             )
-        done += copied
-    return done, None
+        done = copied
+    return num_tokens, []
 
 
-def _region(wanted: Wanted, part: RankPart, target: Bits, done: int) -> Bits:
-    """Where one rank's chunks from `done` on go: `[its layers, tokens, its heads, head_dim]`."""
-    return target[slice(*part.layers), done * wanted.chunk_size :, slice(*part.heads)]
+@dataclass(frozen=True)
+class _Batch:
+    """One request's chunks: from `chunk` on, to token `end` of the sequence at most."""
+
+    query: ChunkQuery
+    chunk: int
+    end: int
+
+
+def _next_batch(
+    session: Session,
+    wanted: Wanted,
+    part: RankPart,
+    done: int,
+    num_tokens: int,
+    in_pieces: frozenset[int],
+) -> _Batch:
+    """The chunks from token `done` on; the one that it lies in is asked for again as a whole."""
+    first = done // wanted.chunk_size
+    stop = min(-(-num_tokens // wanted.chunk_size), first + _batch_size(session))
+    pieces = [index for index in range(first, stop) if index in in_pieces]
+    most = _partials_per_request(wanted)
+    if len(pieces) > most:
+        stop = pieces[most]
+        del pieces[most:]
+    query = ChunkQuery(
+        family=wanted.layout.family(part, wanted.cache_salt),
+        chunk_hashes=wanted.hashes[first:stop],
+        partials=tuple(wanted.partial(index, index - first) for index in pieces),
+    )
+    return _Batch(query, first, min(num_tokens, stop * wanted.chunk_size))
 
 
 def _read_batch(
-    session: Session, wanted: Wanted, part: RankPart, hashes: tuple[bytes, ...], target: Bits
+    session: Session, wanted: Wanted, part: RankPart, batch: _Batch, target: Bits
 ) -> tuple[int, RetrieveReply]:
-    """Lease, copy the leading chunks, release; again when the lease ran out in between.
+    """Lease, copy what follows without a gap, release; again when the lease ran out in between.
 
     Returns:
-        How many leading chunks were copied, and what the server said.
+        Up to which token of the sequence was copied, and what the server said.
     """
-    query = ChunkQuery(family=wanted.layout.family(part, wanted.cache_salt), chunk_hashes=hashes)
     for _ in range(LEASE_TRIES):
-        reply: RetrieveReply = session.ask(RETRIEVE_Q, (query,))
+        reply: RetrieveReply = session.ask(RETRIEVE_Q, (batch.query,))
         try:
-            copied = _copy_leading(session, wanted, part, reply, target)
+            copied = _copy_leading(session, wanted, part, batch, reply, target)
         except BaseException:
             with contextlib.suppress(QServerError, ConnectionError):
                 _release(session, reply)
@@ -158,26 +278,35 @@ def _read_batch(
             return copied, reply
     raise RequestError(
         ErrorCode.UNKNOWN_LEASE,
-        f"the lease ran out {LEASE_TRIES} times before {len(hashes)} chunks were copied: ask for fewer tokens at a "
-        "time, or raise the server's lease timeout",
+        f"the lease ran out {LEASE_TRIES} times before {batch.end - batch.chunk * wanted.chunk_size} tokens were "
+        "copied: ask for fewer tokens at a time, or raise the server's lease timeout",
     )
 
 
 def _copy_leading(
-    session: Session, wanted: Wanted, part: RankPart, reply: RetrieveReply, target: Bits
+    session: Session,
+    wanted: Wanted,
+    part: RankPart,
+    batch: _Batch,
+    reply: RetrieveReply,
+    target: Bits,
 ) -> int:
-    """Copy the chunks that follow each other from index 0; how many there were."""
+    """Copy the rows that follow each other from the batch's first; up to which token of the sequence."""
+    copied = batch.chunk * wanted.chunk_size
     if not reply.chunks:
-        return 0
+        return copied
     pool = session.pool()
-    copied = 0
+    mine = target[slice(*part.layers), :, slice(*part.heads)]
     for chunk in reply.chunks:
-        if chunk.index != copied:
-            break
         check_chunk(chunk, part.layout, wanted.chunk_size, pool.nbytes)
-        start = copied * wanted.chunk_size
-        copy_chunk(pool, chunk, target[:, start : start + wanted.chunk_size])
-        copied += 1
+        base = (batch.chunk + chunk.index) * wanted.chunk_size
+        first, end = chunk.valid if chunk.valid is not None else chunk.rows
+        start, stop = base + first, min(base + end, batch.end)
+        if start > copied:
+            break
+        if stop > copied:
+            copy_rows(pool, chunk, (copied - base, stop - base), mine[:, copied:stop])
+            copied = stop
     return copied
 
 
@@ -194,16 +323,18 @@ def _release(session: Session, reply: RetrieveReply) -> bool:
     return True
 
 
-def _batches(session: Session, hashes: Sequence[bytes]) -> list[tuple[int, tuple[bytes, ...]]]:
-    size = _batch_size(session)
-    return [(start, tuple(hashes[start : start + size])) for start in range(0, len(hashes), size)]
-
-
 def _batch_size(session: Session) -> int:
     return max(1, session.connection.hello.limits.chunks_per_request)
 
 
+def _partials_per_request(wanted: Wanted) -> int:
+    return max(1, min(MAX_PARTIALS, PARTIAL_TOKENS // wanted.chunk_size))
+
+
 def _in_order(missing: Sequence[MissingChunk]) -> tuple[MissingChunk, ...]:
     return tuple(
-        sorted(missing, key=lambda miss: (miss.index, -1 if miss.rank is None else miss.rank))
+        sorted(
+            missing,
+            key=lambda miss: (miss.start, miss.index, -1 if miss.rank is None else miss.rank),
+        )
     )

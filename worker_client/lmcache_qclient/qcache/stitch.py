@@ -1,4 +1,4 @@
-"""Chunks in the pool to rows of the caller's tensor: the one transposition between ring order and reading order.
+"""Chunks and pieces in the pool to rows of the caller's tensor: the one transposition from ring to reading order.
 
     pool:   [blocks, layers, block_size, heads * head_dim]        (block-major, as the ring had it)
     tensor: [layers, tokens, heads, head_dim]
@@ -52,8 +52,15 @@ def check_chunk(chunk: StoredChunk, layout: Layout, chunk_size: int, pool_bytes:
         layout.dtype,
     ):
         raise _wrong(chunk, "does not have the layout that was asked for")
-    if blocks * block_size != chunk_size or chunk.rows != (0, chunk_size):
+    first, end = chunk.rows
+    if not 0 <= first < end <= chunk_size or not block_size:
+        raise _wrong(chunk, f"has rows outside a chunk of {chunk_size} tokens")
+    if blocks != -(-end // block_size) - first // block_size:
+        raise _wrong(chunk, "has blocks that do not hold its rows")
+    if chunk.valid is None and chunk.rows != (0, chunk_size):
         raise _wrong(chunk, f"is not a whole chunk of {chunk_size} tokens")
+    if chunk.valid is not None and not first <= chunk.valid[0] < chunk.valid[1] <= end:
+        raise _wrong(chunk, "says that rows are valid which it does not have")
     if chunk.offset % DTYPE_BYTES[chunk.dtype]:
         raise _wrong(chunk, "is not aligned to its elements")
 
@@ -65,16 +72,27 @@ def _wrong(chunk: StoredChunk, what: str) -> ProtocolError:
     )
 
 
-def copy_chunk(pool: npt.NDArray[np.uint8], chunk: StoredChunk, target: Bits) -> None:
-    """Copy one checked chunk.
+def copy_rows(
+    pool: npt.NDArray[np.uint8], chunk: StoredChunk, rows: tuple[int, int], target: Bits
+) -> None:
+    """Copy rows [a, b) of a checked chunk.
 
     Args:
         pool: uint8 `[pool_bytes]`.
-        target: `[layers, blocks * block_size, heads, head_dim]` of the same width of element; any strides.
+        rows: among `chunk.rows`, counted from the chunk's start as they are.
+        target: `[layers, b - a, heads, head_dim]` of the same width of element; any strides.
     """
     blocks, layers, block_size, _ = chunk.shape
     heads, head_dim = target.shape[2:]
     source = pool[chunk.offset : chunk.offset + chunk.nbytes].view(target.dtype)
-    rows = source.reshape(blocks, layers, block_size, heads, head_dim)
-    for block in range(blocks):
-        np.copyto(target[:, block * block_size : (block + 1) * block_size], rows[block])
+    by_block = source.reshape(blocks, layers, block_size, heads, head_dim)
+    first_block = chunk.rows[0] // block_size
+    row, end = rows
+    while row < end:
+        block, offset = divmod(row, block_size)
+        count = min(end - row, block_size - offset)
+        np.copyto(
+            target[:, row - rows[0] : row - rows[0] + count],
+            by_block[block - first_block, :, offset : offset + count],
+        )
+        row += count

@@ -17,6 +17,7 @@ KNOWN: dict[str, str] = {
     "lmcache.q.ring_blocks": "blocks of the ring; computed when absent",
     "lmcache.q.ring_depth": "steps of max_num_batched_tokens that the ring holds (2)",
     "lmcache.q.ring_bytes": f"most bytes of a computed ring ({DEFAULT_RING_BYTES})",
+    "lmcache.q.tails": "store chunks that were not computed whole, as pieces (true)",
     "lmcache.q.connect_timeout_s": "seconds to wait for the server at start (10)",
     "lmcache.q.heartbeat_s": "seconds between two pings (10)",
 }
@@ -30,7 +31,7 @@ class Settings:
     Attributes:
         features: requested features; empty when capture is off.
         server_url: ZeroMQ address.
-        ring: size of the ring.
+        ring: size of the ring, and whether pieces are stored.
         connect_timeout_s, heartbeat_s: seconds.
     """
 
@@ -53,7 +54,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
     blocks = extra.get("lmcache.q.ring_blocks")
     defaults = Settings()
     return Settings(
-        features=(TRANSFER_QUERY,) if _flag(extra.get(TRANSFER, False)) else (),
+        features=(TRANSFER_QUERY,) if _flag(TRANSFER, extra.get(TRANSFER, False)) else (),
         server_url=str(extra.get("lmcache.q.server_url", defaults.server_url)),
         ring=RingSettings(
             blocks=None if blocks is None else max(1, _integer("lmcache.q.ring_blocks", blocks)),
@@ -61,6 +62,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
             max_bytes=_integer(
                 "lmcache.q.ring_bytes", extra.get("lmcache.q.ring_bytes", DEFAULT_RING_BYTES)
             ),
+            tails=_flag("lmcache.q.tails", extra.get("lmcache.q.tails", True)),
         ),
         connect_timeout_s=_seconds(
             extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s
@@ -69,12 +71,12 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
     )
 
 
-def _flag(value: Any) -> bool:
+def _flag(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    raise ValueError(f"{TRANSFER} is true or false, not {value!r}")
+    raise ValueError(f"{key} is true or false, not {value!r}")
 
 
 def _integer(key: str, value: Any) -> int:
