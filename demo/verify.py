@@ -23,7 +23,8 @@ def expected_capture(request: dict[str, Any]) -> int:
 
     What the prefix cache had is not computed, and the last sampled token never is.
     """
-    return max(0, len(request["token_ids"]) - 1 - request["cached_tokens"])
+    computed: int = len(request["token_ids"]) - 1 - request["cached_tokens"]
+    return max(0, computed)
 
 
 def expected_retrieval(tokens: list[int], requests: list[dict[str, Any]]) -> int:
