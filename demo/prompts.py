@@ -1,10 +1,9 @@
 """The demo's prompts: real text, written for this demo, each longer than one chunk of 256 tokens.
 
-Five share a long system text. Its end lies inside a block, and the last whole block before it ends inside a chunk (for
+Four share a long system text. Its end lies inside a block, and the last whole block before it ends inside a chunk (for
 blocks of 128 or less): an engine with prefix caching starts the second request in the middle of a chunk, so that this
 chunk is captured as a piece and the reader has to join it with what the first request left.
-The others have nothing in common with them or with each other: prose, a technical description, code, numbers, German,
-Chinese, a recipe, a dialogue.
+The others have nothing in common with them or with each other: code, numbers, German, Chinese.
 """
 
 from __future__ import annotations
@@ -60,73 +59,6 @@ eats. Bicycles travel free, but not more than ten at once.
 
 Noise and light. Engines that charge batteries must be silent from 22 to 7. Searchlights may not be pointed at the \
 houses on the dyke. Complaints are written down with name, hour and berth, and are answered within five days."""
-
-_STORY = """\
-The clock above the grain exchange had been eleven minutes slow for as long as anyone could remember, and the town had \
-made its peace with that. Trains were met, bread was baked and lovers were forgiven by the slow clock; only the doctor, \
-who came from elsewhere, wore a watch. So when the council received a small inheritance on condition that it be spent \
-"on the exactness of public things", there was an embarrassed silence, and then somebody proposed to repaint the weights \
-at the market. They sent for a clockmaker instead.
-
-She arrived with the noon train, which is to say at eleven minutes to twelve by the tower, and carried a single wooden \
-case with rope handles. Her name was Ilse Marrander. She asked for a ladder, a lamp and somebody who was not afraid of \
-pigeons, and was given the baker's second son, Jory, who was afraid of nothing because he had not yet tried much.
-
-Inside the tower it smelled of dust, oil and old rain. The movement stood in an iron frame as big as a bed. Ilse did not \
-touch it. She sat down on an upturned bucket and listened, for the better part of an hour, with her chin in her hand, \
-while Jory counted pigeons and lost count and started again.
-
-"There is nothing wrong with it," she said at last.
-
-"But it is slow," said Jory.
-
-"It is late. That is something else. A slow clock falls behind a little more every day. This one has kept perfect time \
-for sixty years. Somebody set it back by eleven minutes, once, and it has been faithful to that ever since."
-
-They found the reason on the back of the frame, where a sentence had been scratched with a nail, in a small, upright \
-hand: *Wait for him, he was never punctual.* Below it stood a date, and a name that both of them had to bring close to \
-the lamp. It was the name of the woman who had left the money.
-
-Jory wanted to run down and tell everybody at once. Ilse held him by the sleeve. She explained that a clock can be put \
-right in a moment, a single turn of the hand will do it, but that it cannot be put wrong again for the same reason; the \
-reason would be gone. She asked him what he thought the town had been hearing, all those years, when the bell rang late.
-
-He thought about it. He thought of his grandmother, who had been the postmistress, and who used to say that the evening \
-mail always came in good time. He thought of the old man who sat on the bench in front of the exchange every Friday with \
-a bunch of something in his hand, whatever the season had, and who looked up at the dial and never seemed to be worried.
-
-"Did he come?" Jory asked. "The one who was never punctual?"
-
-"That," said Ilse, and began to oil the bearings, since she had been paid for exactness and did not like to leave with \
-clean hands, "is a question for the man on the bench."
-
-It was Friday. They went down together, and as they crossed the square the bell above them struck the hour, eleven \
-minutes late and exactly on time. What did the old man tell them?"""
-
-_TECHNICAL = """\
-Explain to a careful beginner how the following machine works, and say at which point most of the energy is lost.
-
-A compression heat pump moves heat from a cold place to a warm one by letting a liquid boil where it is cold and condense \
-where it is warm. Four parts form a closed ring: an evaporator, a compressor, a condenser and an expansion valve. In the \
-evaporator the refrigerant is at low pressure, so its boiling point lies below the temperature of the outside air; air at \
-2 degrees Celsius is warm enough to boil a fluid that boils at minus 8. Boiling takes up the latent heat, about 200 \
-kilojoules for each kilogram in a common refrigerant, while the temperature of the fluid hardly changes. The compressor \
-draws off the vapour and raises its pressure from roughly 3 to roughly 20 bar. Compression heats the vapour to some 70 \
-degrees, which is now warmer than the water of the heating circuit. In the condenser it gives its heat to that water, \
-first by cooling down, then by condensing, and in the end by cooling a little further as a liquid. The expansion valve \
-lets the warm liquid back to the low pressure; part of it flashes into vapour at once and cools the rest, and the ring is \
-closed.
-
-The useful number is the coefficient of performance: heat delivered divided by electrical work put in. Its upper limit is \
-set by the two temperatures, T_hot / (T_hot - T_cold), both in kelvin. Between 265 K and 308 K that limit is 7.2; real \
-machines reach a bit more than half of it, because the heat exchangers need a difference in temperature to work at all, \
-because the compressor has friction, and because throttling in a valve gives away work that a turbine could have won \
-back. Each degree by which the heating water may be cooler improves the coefficient by about two and a half per cent, \
-which is why wide floor heating suits these machines better than small radiators.
-
-In damp cold weather ice grows on the evaporator. The control then reverses the ring for a few minutes, takes heat out of \
-the house, and thaws the ice; a well-kept machine does so about once an hour at two degrees and hardly ever at minus ten, \
-since very cold air carries little water."""
 
 _CODE = '''\
 Review this module. Name every input for which it gives a wrong answer, and propose the smallest change for each.
@@ -247,45 +179,6 @@ _CHINESE = """\
 第二天，她带来了两个同学；第三天，全班都来了。他们用粉笔在每块石板上写数字，写到桥的中间，忽然下起雨来，数字都流进了河里。\
 孩子们躲在老人的伞下，吵着明天要重新开始。老人望着空荡荡的桥，笑了起来。"""
 
-_RECIPE = """\
-Rewrite this recipe for twelve people instead of four, in metric units, and put the steps into the order in which one \
-cook with a single oven should do them.
-
-Barley with roasted roots. Soak one cup of pearl barley overnight. Heat the oven to 400 degrees Fahrenheit. Peel three \
-carrots, two parsnips and a small celeriac, cut them into pieces as thick as a thumb, turn them in two tablespoons of \
-oil with a teaspoon of caraway and a good pinch of salt, and roast them for 35 minutes, shaking the tray once. Meanwhile \
-soften an onion in butter, add the drained barley, stir until it smells of nuts, pour in three cups of hot stock, and \
-let it simmer under a lid for half an hour. Toast half a cup of hazelnuts in the oven during the last eight minutes of \
-the roots, rub off the skins in a cloth and chop them. Stir a tablespoon of vinegar, a spoonful of mustard and a handful \
-of chopped parsley into the barley, fold in the roots, and scatter the nuts on top. It is good warm, and better on the \
-next day, when it has become a salad; in that case keep the nuts in a jar until you serve it, or they turn soft. Serves \
-four as a meal, six beside something else."""
-
-_DIALOGUE = """\
-<|im_start|>system
-You help two people who repair a bicycle over the telephone. Answer in one short paragraph.<|im_end|>
-<|im_start|>user
-The chain of my bicycle jumps whenever I push hard on the pedals. It is a nine-speed cassette, the chain is new since \
-last week, and it only happens on the three smallest sprockets.<|im_end|>
-<|im_start|>assistant
-That is the usual sign of worn sprockets: the old chain had stretched, and the teeth of the small sprockets, which carry \
-the most load per tooth, have worn to fit it. A new chain has a shorter pitch and rides up on those teeth. Look at them \
-from the side; if they are hooked like a wave about to break, change the cassette.<|im_end|>
-<|im_start|>user
-I looked. The teeth seem fine, all the same height and straight. But when I turn the pedals backwards by hand, one link \
-makes a small kink just before it reaches the derailleur.<|im_end|>
-<|im_start|>assistant
-Then it is a stiff link, most likely the one that was closed when the chain was fitted. Put the chain on the smallest \
-ring, find the link that does not straighten, and bend it sideways with both thumbs, gently, until it moves as freely as \
-its neighbours. Put a drop of oil on it afterwards.<|im_end|>
-<|im_start|>user
-The link moves freely now and the kink is gone. It still jumps, although less often, and I noticed that the derailleur \
-cage is not parallel to the wheel: seen from behind, its lower end leans towards the spokes by about a finger's width. \
-The bicycle fell on its right side in winter. Is that the cause, can I straighten it myself without breaking something, \
-and how do I check that it is straight afterwards?<|im_end|>
-<|im_start|>assistant
-"""
-
 PROMPTS: tuple[Prompt, ...] = (
     Prompt(
         "harbour-ferry",
@@ -326,13 +219,8 @@ PROMPTS: tuple[Prompt, ...] = (
             "the gate be shut on us with the wind at north-west six?",
         ),
     ),
-    Prompt("harbour-weather", _chat(HARBOUR, "Will it rain tomorrow?")),
-    Prompt("story", _STORY),
-    Prompt("heat-pump", _TECHNICAL),
     Prompt("code-review", _CODE),
     Prompt("numbers", _NUMBERS),
     Prompt("german-letter", _GERMAN),
     Prompt("chinese-bridge", _CHINESE),
-    Prompt("recipe", _RECIPE),
-    Prompt("dialogue", _DIALOGUE),
 )
