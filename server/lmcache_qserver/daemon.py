@@ -301,7 +301,8 @@ def _start_error(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StartError(f"{what}: {error.strerror or error}") from None
+        where = f" ({error.filename})" if error.filename else ""
+        raise StartError(f"{what}: {error.strerror or error}{where}") from None
 
 
 def _allow_many_files() -> None:

@@ -159,3 +159,18 @@ def test_the_pages(tmp_path: Path) -> None:
                 daemon.get(path)
             assert caught.value.code == code
             caught.value.close()
+
+
+def test_garbage_at_the_http_port_leaves_no_tracebacks() -> None:
+    with running_daemon() as daemon:
+        port = int(daemon.http_url.rpartition(":")[2])
+        for garbage in (
+            b"GET /status HTTP/9.9\r\n\r\n",
+            b"\0" * 100,
+            b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(garbage)
+                assert connection.recv(12).startswith(b"HTTP/1.")
+        assert daemon.get("/livez") == "ok\n"
+        assert "Traceback" not in daemon.log()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from lmcache_qserver import installed_version
@@ -51,6 +54,7 @@ class HttpFace:
         }
         for path, answer in routes.items():
             app.router.add_get(path, _handler(answer))
+        server_logger.addFilter(_is_our_fault)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0
         )
@@ -79,6 +83,11 @@ class HttpFace:
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Whether a record is worth a log line: aiohttp writes a traceback for whatever garbage is sent to the port."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _json(content: object) -> web.Response:

@@ -15,7 +15,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
     Raises:
         OSError: the folder is missing, or not writable.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.parent / f".{path.name}.{os.getpid()}"
     try:
         unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
         os.replace(unfinished, path)

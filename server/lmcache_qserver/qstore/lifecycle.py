@@ -169,7 +169,7 @@ class Lifecycle:
 
     async def _open(self, instance: Instance, before: Instance | None) -> None:
         if before is not None:
-            logger.warning("another ring replaces that of instance %s", before.instance_id)
+            logger.warning("another ring replaces that of instance %r", before.instance_id)
             await asyncio.wait({self.begin_release(before, dead=False)})
         try:
             await instance.lane.run(
@@ -201,7 +201,7 @@ class Lifecycle:
     def _leave_behind(self, instance: Instance) -> None:
         """Unmapping under a running copy would kill the daemon, so a hung copy keeps its mapping."""
         logger.error(
-            "a copy from instance %s hangs: its thread and a mapping of %d bytes stay until it comes back",
+            "a copy from instance %r hangs: its thread and a mapping of %d bytes stay until it comes back",
             instance.instance_id,
             instance.ring.nbytes,
         )

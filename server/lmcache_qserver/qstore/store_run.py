@@ -84,8 +84,10 @@ class StoreRun:
             else:
                 self._plan(await self._hashes())
                 await self._store_chunks()
+        except LaneError as error:
+            self._refuse_rest(f"the store failed: {error}")
         except Exception as error:
-            logger.exception("a store of instance %s failed", self._instance.instance_id)
+            logger.exception("a store of instance %r failed", self._instance.instance_id)
             self._refuse_rest(f"the store failed: {error}")
         return self.outcome
 
@@ -109,10 +111,7 @@ class StoreRun:
                 self._duplicate += self._times[key]
             if reserved.no_room:
                 self._refuse(
-                    reserved.no_room,
-                    LossReason.POOL_FULL,
-                    f"the pool has no room for {len(reserved.no_room)} chunks of "
-                    f"{self._store.object_bytes} bytes: everything in it is being written or read",
+                    reserved.no_room, LossReason.POOL_FULL, self._tell_no_room(reserved.no_room)
                 )
             if reserved.writes:
                 await self._write(reserved.writes)
@@ -204,6 +203,19 @@ class StoreRun:
         counted = self._stored + self._duplicate + sum(self._refused.values())
         self._refused[LossReason.COPY_FAILED] += self._store.num_chunks - counted
         self._message = self._message or message
+
+    def _tell_no_room(self, keys: Sequence[ObjectKey]) -> str:
+        needed = self._store.object_bytes
+        capacity = self._index.pool.usage().capacity_bytes
+        if needed > capacity:
+            return (
+                f"one chunk of {needed} bytes is larger than the whole pool of {capacity}: start the server with a "
+                "larger --pool-bytes or a smaller --chunk-size"
+            )
+        return (
+            f"the pool has no room for {len(keys)} chunks of {needed} bytes: "
+            "everything in it is being written or read"
+        )
 
     def _tell_fault(self, writes: list[Write], fault: StampFault) -> str:
         position = self._chunks[writes[fault.chunk].key].start + fault.row

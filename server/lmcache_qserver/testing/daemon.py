@@ -1,4 +1,4 @@
-"""The real daemon as a subprocess on free ports, for tests.
+"""The real daemon as a subprocess on free ports, for tests, the demo and the benchmarks.
 
 with running_daemon(pool_bytes=64 << 20) as daemon:
     ... daemon.url, daemon.status() ...

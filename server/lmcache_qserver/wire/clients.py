@@ -69,7 +69,7 @@ class Client:
 
     Attributes:
         native: it has said hello and gets native replies.
-        outstanding: requests that are not answered yet.
+        outstanding, outstanding_bytes: requests that are not answered yet, and the length of their messages.
         registered: it has registered an instance: its silence is the reaper's business for a while.
         silence_logged: the log has been told that failures of this client can't be answered.
     """
@@ -79,6 +79,7 @@ class Client:
         "last_seen",
         "native",
         "outstanding",
+        "outstanding_bytes",
         "registered",
         "session",
         "silence_logged",
@@ -90,6 +91,7 @@ class Client:
         self.native = False
         self.last_seen = now
         self.outstanding = 0
+        self.outstanding_bytes = 0
         self.registered = False
         self.silence_logged = False
 

@@ -4,7 +4,10 @@ How an operation is handled (`Order`):
 
     NOW        the handler returns its result at once
     IN_TURN    registering and unregistering: one at a time over all clients, in order of arrival
-    BESIDE     stores: a task each, at most `outstanding_requests` per client
+    BESIDE     stores: a task each
+
+A client has at most `outstanding_requests` of the last two, and `OUTSTANDING_MESSAGES` full messages' worth of bytes: a
+decoded message takes up to eight times its length until it is answered.
 
 Every message ends in exactly one of: a result, an error frame, a legacy failure, a counted silence (a legacy client and
 an operation without failing result), a counted drop (no frames to echo). An error frame goes to whoever can read one:
@@ -34,6 +37,9 @@ log = logging.getLogger(__name__)
 
 INTERNAL = RequestError(ErrorCode.INTERNAL, "the server failed at this request; its log says why")
 """What a client is told of an exception that nobody expected: nothing but that it happened."""
+
+OUTSTANDING_MESSAGES = 4
+"""Unanswered bytes of a client, in messages of the largest size."""
 
 Payloads = tuple[Any, ...]
 Send = Callable[[bytes, list[bytes]], None]
@@ -66,6 +72,7 @@ class _Echo(NamedTuple):
     uid: bytes
     op_frame: bytes
     operation: Operation | None
+    nbytes: int
 
     @property
     def name(self) -> str:
@@ -147,7 +154,8 @@ class Dispatcher:
             self._complaints.say(f"dropped a message that can't be answered: {error.message}", now)
             return
         operation = _operation(op_frame)
-        echo = _Echo(client or Client(identity, now), uid, op_frame, operation)
+        nbytes = sum(map(len, frames))
+        echo = _Echo(client or Client(identity, now), uid, op_frame, operation, nbytes)
         try:
             if client is None:
                 raise RequestError(ErrorCode.BUSY, "too many clients; try again in some minutes")
@@ -159,7 +167,8 @@ class Dispatcher:
             self._fail(echo, INTERNAL)
 
     def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
-        self._check_size(frames)
+        self._check_size(frames, echo.nbytes)
+        self._check_outstanding(echo)
         request = decode_request(frames)
         handler = self._handlers[request.operation.name]
         if self._stopping and not handler.while_stopping:
@@ -169,13 +178,9 @@ class Dispatcher:
         if handler.order is Order.NOW:
             self._answer(echo, handler.call(echo.client, request.payloads))
             return
-        if echo.client.outstanding >= self._limits.outstanding_requests:
-            raise RequestError(
-                ErrorCode.BUSY,
-                f"{echo.client.outstanding} requests are unanswered; wait for some of them",
-            )
         work = handler.call(echo.client, request.payloads)
         echo.client.outstanding += 1
+        echo.client.outstanding_bytes += echo.nbytes
         if handler.order is Order.IN_TURN:
             self._turns.put_nowait((echo, work))
             return
@@ -183,12 +188,27 @@ class Dispatcher:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _check_size(self, frames: Sequence[bytes]) -> None:
+    def _check_outstanding(self, echo: _Echo) -> None:
+        """Before the message is decoded, which is what costs time and memory."""
+        if echo.operation is None or self._handlers[echo.operation.name].order is Order.NOW:
+            return
+        client, limits = echo.client, self._limits
+        nbytes = client.outstanding_bytes + echo.nbytes
+        if (
+            client.outstanding >= limits.outstanding_requests
+            or nbytes > OUTSTANDING_MESSAGES * limits.message_bytes
+        ):
+            raise RequestError(
+                ErrorCode.BUSY,
+                f"{client.outstanding} requests of {client.outstanding_bytes} bytes are unanswered; "
+                "wait for some of them",
+            )
+
+    def _check_size(self, frames: Sequence[bytes], nbytes: int) -> None:
         if len(frames) > MAX_FRAMES:
             raise ProtocolError(
                 ErrorCode.BAD_FRAME, f"a message has at most {MAX_FRAMES} frames, not {len(frames)}"
             )
-        nbytes = sum(map(len, frames))
         if nbytes > self._limits.message_bytes:
             raise RequestError(
                 ErrorCode.TOO_LARGE,
@@ -213,6 +233,7 @@ class Dispatcher:
             self._fail(echo, INTERNAL)
         finally:
             echo.client.outstanding -= 1
+            echo.client.outstanding_bytes -= echo.nbytes
 
     def _answer(self, echo: _Echo, result: Any) -> None:
         meta = self._meta if echo.client.native else None

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import zmq
 
+from lmcache_qserver.wire import socket_path
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import WireCounts
 
@@ -26,8 +29,12 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 64
 """Messages read before the loop may do something else."""
-HIGH_WATER_MESSAGES = 4096
-"""Per client and direction."""
+BYTES_PER_TURN = 1 << 20
+"""The same in bytes: a message of 10 MB takes 0.1 s to decode."""
+UNREAD_MESSAGES = 32
+"""Requests of one client that wait here to be read; the next ones stay with it. They may be large, so there are few."""
+UNSENT_MESSAGES = 1024
+"""Answers that wait for one client to read them, as many as it may have unanswered requests."""
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 CLOSE_LINGER_MS = 1000
@@ -60,8 +67,8 @@ class MainLoop:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        self._socket.setsockopt(zmq.SNDHWM, UNSENT_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         # A dead worker's forked child, or a cut cable, holds a connection open that nobody serves: ZeroMQ asks, then
         # closes.
@@ -77,6 +84,9 @@ class MainLoop:
         Raises:
             OSError: the address is in use, or not of this host.
         """
+        if endpoint.startswith("ipc://"):
+            # ZeroMQ itself would remove whatever is there: another daemon's socket, or a file.
+            socket_path.remove_stale(Path(endpoint[6:]), socket.SOCK_STREAM, "--url")
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             self._socket.bind(endpoint)
@@ -119,13 +129,16 @@ class MainLoop:
         self._read()
 
     def _read(self) -> None:
-        for _ in range(MESSAGES_PER_TURN):
+        messages = nbytes = 0
+        while messages < MESSAGES_PER_TURN and nbytes < BYTES_PER_TURN:
             if not self._open:
                 return
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            messages += 1
+            nbytes += sum(map(len, frames))
             try:
                 self._handle(identity, frames)
             except Exception:  # a raise here would leave the rest of the messages without a wake-up

@@ -15,7 +15,7 @@ MAX_PATH_BYTES = 107
 """sockaddr_un has 108, with the final NUL."""
 
 
-def listen(path: Path, *, others: bool, backlog: int = 128) -> socket.socket:
+def listen(path: Path, *, others: bool, backlog: int = 1024) -> socket.socket:
     """A listening, non-blocking SOCK_SEQPACKET socket at `path`; missing folders are made.
 
     Args:
@@ -29,7 +29,7 @@ def listen(path: Path, *, others: bool, backlog: int = 128) -> socket.socket:
             f"the path of a Unix socket has at most {MAX_PATH_BYTES} bytes: {path}; set --lifeline to a shorter one"
         )
     _prepare_folder(path.parent, 0o711 if others else 0o700)
-    _remove_stale(path)
+    remove_stale(path, socket.SOCK_SEQPACKET, "--lifeline")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # bind gives the file the mode of the socket's inode: there is no moment in which it is open to more.
@@ -61,16 +61,25 @@ def _prepare_folder(folder: Path, mode: int) -> None:
         )
 
 
-def _remove_stale(path: Path) -> None:
+def remove_stale(path: Path, kind: int, option: str) -> None:
+    """Make sure that nothing is at `path`, or nothing but the socket file of a dead process, which goes.
+
+    Args:
+        kind: SOCK_SEQPACKET or SOCK_STREAM.
+        option: where the path was set, for the message.
+
+    Raises:
+        OSError: something else is there, or somebody answers.
+    """
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise OSError(
-            f"{path} is there and is no socket; remove it, or set --lifeline to another path"
+            f"{path} is there and is no socket; remove it, or set {option} to another path"
         )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.setblocking(False)
         try:
             probe.connect(os.fspath(path))
@@ -79,7 +88,7 @@ def _remove_stale(path: Path) -> None:
             return
         except OSError:
             pass
-    raise OSError(f"another process answers at {path}; stop it, or set --lifeline to another path")
+    raise OSError(f"another process answers at {path}; stop it, or set {option} to another path")
 
 
 def file_identity(path: Path) -> tuple[int, int]:

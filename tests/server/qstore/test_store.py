@@ -310,6 +310,17 @@ async def test_what_fits_is_stored_and_the_rest_is_pool_full() -> None:
     await world.close()
 
 
+async def test_a_chunk_larger_than_the_pool_is_told_as_such() -> None:
+    world = World(pool_bytes=4096)
+    worker = await world.worker()
+    assert "--pool-bytes" in (await world.store(worker, 1)).message
+    await world.close()
+    world = World(pool_chunks=1)
+    worker = await world.worker()
+    assert "being written or read" in (await world.store(worker, 1, 0, 2)).message
+    await world.close()
+
+
 async def test_leased_objects_are_not_evicted(world: World) -> None:
     worker = await world.worker()
     for number in range(4):
@@ -472,3 +483,28 @@ async def test_draining_refuses_new_stores_and_waits_for_those_that_run(world: W
     world.gate.open.set()
     assert await world.module.drain(20.0)
     assert (await running).stored == 1
+
+
+async def test_a_store_that_waits_to_be_hashed_when_its_worker_goes_is_no_fault_of_ours(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await world.worker()
+    world.gate.hold_calls = {0}
+    first = asyncio.ensure_future(world.store(worker, 1))
+    await until(world.gate.entered.is_set)
+    nonce = worker.write(2, 0, range(4, 8))
+    key = range_key(2, 0, token_ids=tuple(range(16)), chunk_hashes=())
+    second = asyncio.ensure_future(
+        world.module.store_q("c1", key, 1, ((4, 5, 6, 7),), b"", proof_of(nonce), world.now)
+    )
+    instance = world.module.registry.get(1)
+    assert instance is not None
+    await until(lambda: instance.lane.waiting == 2)
+    gone = asyncio.ensure_future(world.module.client_gone("c1", world.now))
+    result = await second
+    assert result.outcome is not None
+    assert result.outcome.refused == {LossReason.COPY_FAILED: 1}
+    world.gate.open.set()
+    await first
+    await gone
+    assert not [record for record in caplog.records if record.exc_info]

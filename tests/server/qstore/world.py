@@ -64,10 +64,10 @@ class Gate:
 
 
 class World:
-    """A module with a pool of `pool_chunks` chunks, and helpers that speak as wire and worker do."""
+    """A module with a pool of `pool_chunks` chunks or `pool_bytes`; helpers speak as wire and worker do."""
 
-    def __init__(self, pool_chunks: int = 16, **settings: Any) -> None:
-        self.memory = PoolMemory(pool_chunks * SPAN)
+    def __init__(self, pool_chunks: int = 16, pool_bytes: int = 0, **settings: Any) -> None:
+        self.memory = PoolMemory(pool_bytes or pool_chunks * SPAN)
         self.pool = Pool(self.memory)
         self.bus = EventBus()
         self.events: list[Event] = []

@@ -206,6 +206,32 @@ async def test_outstanding_requests_are_bounded_per_client(bench: Bench) -> None
     assert bench.counts.requests["store_q", OK] == 6
 
 
+async def test_outstanding_bytes_are_bounded_and_cost_no_decoding(bench: Bench) -> None:
+    gate = asyncio.Event()
+
+    async def store(client: Client, payloads: tuple[Any, ...]) -> StoreResult:
+        await gate.wait()
+        return StoreResult(b"", True)
+
+    bench.dispatcher._limits = Limits(message_bytes=100_000, outstanding_requests=1000)
+    bench.on("store_q", store, Order.BESIDE)
+    greedy = bench.native(b"greedy")
+    large = msgspec.structs.replace(KEY, token_ids=(70_000,) * 15_000)
+    for _ in range(5):
+        bench.ask(greedy, "store_q", large, *STORE[1:])
+    bench.ask(greedy, "store_q", *STORE)
+    assert len(bench.sent) == 0
+    bench.dispatcher.handle(greedy, [UID, encode(5), b"\xc1" * 50_000])
+    assert bench.code_of_last("store_q") is ErrorCode.BUSY
+    bench.ask(greedy, "ping", None)
+    assert bench.counts.requests["ping", OK] == 1
+    gate.set()
+    await bench.dispatcher.finish()
+    bench.ask(greedy, "store_q", large, *STORE[1:])
+    await bench.dispatcher.finish()
+    assert bench.counts.requests["store_q", OK] == 7
+
+
 async def test_a_stopping_server_refuses_new_work(bench: Bench) -> None:
     bench.on("store_q", boom, Order.BESIDE)
     bench.dispatcher.refuse_new_work()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
+
+import pytest
+import zmq
 
 from lmcache_qserver.testing.bare_client import BareClient
 from lmcache_qserver.testing.daemon import wait_until
 from lmcache_qserver.wire.counts import WireCounts
-from lmcache_qserver.wire.main_loop import MESSAGES_PER_TURN, MainLoop
+from lmcache_qserver.wire.main_loop import BYTES_PER_TURN, MESSAGES_PER_TURN, MainLoop
 
 
 class DeafLoop:
@@ -104,3 +110,69 @@ def test_an_answer_to_somebody_who_is_not_there_is_counted() -> None:
         bench.first_message()
         bench.main_loop.send(b"nobody", [b"answer"])
         assert bench.counts.undeliverable == 1
+
+
+def test_a_turn_ends_after_a_large_message() -> None:
+    with Bench() as bench:
+        bench.first_message()
+        for _ in range(4):
+            bench.client.send([b"x" * (BYTES_PER_TURN // 2)] * 2)
+        while len(bench.seen) < 5:
+            before = len(bench.seen)
+            bench.main_loop._read()
+            assert len(bench.seen) <= before + 1
+
+
+def test_what_is_not_read_stays_with_its_sender() -> None:
+    """Else one client that sends faster than we decode fills our memory."""
+    bench = Bench()
+    try:
+        bench.client.socket.setsockopt(zmq.SNDHWM, 1)
+        bench.client.socket.setsockopt(zmq.SNDTIMEO, 200)
+        sent = 0
+        with contextlib.suppress(zmq.Again):
+            while sent < 400:
+                bench.client.send([b"x" * (64 << 10)])
+                sent += 1
+        assert sent < 400, "megabytes stand in the sockets' own buffers, and few here"
+    finally:
+        bench.client.socket.close()
+        bench.main_loop.close()
+
+
+def test_answers_to_a_client_that_does_not_read_are_dropped_and_counted() -> None:
+    """Else they fill our memory; a client's own limit of unanswered requests keeps an honest one far below."""
+    with Bench() as bench:
+        identity = bench.first_message()
+        answer = [b"uid", b"op", b"x" * 4096]
+        # The client's own queue takes 1,000, the sockets' buffers some megabytes more.
+        for _ in range(12_000):
+            bench.main_loop.send(identity, answer)
+        assert bench.counts.undeliverable > 0
+
+
+def test_binding_ipc_leaves_files_and_living_sockets_alone(tmp_path: Path) -> None:
+    """ZeroMQ alone would remove either."""
+    (tmp_path / "file").write_text("precious")
+    first, second = Bench(), Bench()
+    try:
+        with pytest.raises(OSError, match="no socket"):
+            second.main_loop.bind(f"ipc://{tmp_path}/file")
+        assert (tmp_path / "file").read_text() == "precious"
+        first.main_loop.bind(f"ipc://{tmp_path}/x.sock")
+        with pytest.raises(OSError, match=r"another process answers.*--url"):
+            second.main_loop.bind(f"ipc://{tmp_path}/x.sock")
+    finally:
+        for bench in (first, second):
+            bench.client.socket.close()
+            bench.main_loop.close()
+
+
+def test_binding_ipc_replaces_a_stale_socket(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(tmp_path / "x.sock"))
+    with Bench() as bench:
+        bench.main_loop.bind(f"ipc://{tmp_path}/x.sock")
+        with BareClient(f"ipc://{tmp_path}/x.sock") as client:
+            client.send([b"hello"])
+            wait_until(bench._read_once, "the message is there")

@@ -445,6 +445,7 @@ def test_a_ring_smaller_than_a_chunk_is_told_at_start(
     config = cache_config(group(FullAttentionSpec(4), names))
     capture.setup_q_ring(caches(names), config, vllm_config(block_size=4))
     assert ("smaller than one chunk" in caplog.text) is warned
+    assert "nothing can be stored" not in caplog.text  # a piece that fits is stored
     capture.shutdown()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -191,3 +193,43 @@ def test_lifelines_are_forgotten_when_nobody_uses_them(server: FakeServer, path:
     for _ in range(5):
         LifelineClient.connect(path, SESSION).close()
     assert len(forks._holders) == before
+
+
+@pytest.fixture
+def busy_listener(path: str) -> Iterator[tuple[socket.socket, list[socket.socket]]]:
+    """A server that accepts nobody, and those that fill its queue."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(0)
+        listener.settimeout(10.0)
+        waiting: list[socket.socket] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(path)
+        waiting.pop().close()
+        yield listener, waiting
+        for one in waiting:
+            one.close()
+
+
+def test_a_server_with_others_to_accept_first_is_waited_for(
+    busy_listener: tuple[socket.socket, list[socket.socket]], path: str
+) -> None:
+    listener, before = busy_listener
+    client = LifelineClient(path, 10.0)
+    waiting = threading.Thread(target=client._connect, args=(10.0,))
+    waiting.start()
+    for accepted in [listener.accept()[0] for _ in (*before, client)]:
+        accepted.close()
+    waiting.join(10.0)
+    client._socket.getpeername()  # raises unless it is connected
+    client.close()
+
+
+def test_but_not_for_ever(
+    busy_listener: tuple[socket.socket, list[socket.socket]], path: str
+) -> None:
+    with pytest.raises(ConnectionError, match="not reachable"):
+        LifelineClient.connect(path, SESSION, timeout_s=0.05)

@@ -67,6 +67,7 @@ class Engine:
         url: of the daemon.
         layout: what the rank holds.
         world_size, rank: its place.
+        chunk_size: the server's; only CHUNK may be stored.
     """
 
     url: str
@@ -74,6 +75,7 @@ class Engine:
     model_name: str = "org/model"
     world_size: int = 1
     rank: int = 0
+    chunk_size: int = CHUNK
 
     def __post_init__(self) -> None:
         self.connection = Connection.open(self.url, client="test engine")
@@ -94,7 +96,7 @@ class Engine:
             layout=self.layout,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK,
-            chunk_size=CHUNK,
+            chunk_size=self.chunk_size,
             ring_token=self.connection.lifeline.offer_ring(fd, nbytes),
             stamps_offset=stamps_offset,
         )

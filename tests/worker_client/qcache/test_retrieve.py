@@ -228,6 +228,39 @@ def test_it_survives_a_restart_of_the_server() -> None:
     assert np.array_equal(bits(result.tensor, "bfloat16"), whole(2 * CHUNK, layout_of()))
 
 
+def test_a_server_that_comes_back_with_another_chunk_size_is_asked_by_that() -> None:
+    with running_daemon(chunk_size=CHUNK) as daemon:
+        engine = Engine(daemon.url, layout_of())
+        engine.store(TOKENS, range(5))
+        context = opened(daemon)
+        assert context.lookup(TOKENS).num_tokens == 5 * CHUNK
+        engine.close()
+        url, http_port = daemon.url, daemon.http_url.rpartition(":")[2]
+        daemon.process.kill()
+        daemon.process.wait()
+    with running_daemon(chunk_size=2 * CHUNK, url=url, http_port=http_port) as daemon:
+        assert context.lookup(TOKENS).num_tokens == 0, "nothing is known yet"
+        engine = Engine(daemon.url, layout_of(), chunk_size=2 * CHUNK)
+        assert context.lookup(TOKENS).missing[0].end == 2 * CHUNK
+        engine.close()
+        context.close()
+
+
+@pytest.mark.parametrize("salt", [None, 5, b"bytes", "x" * 4097])
+def test_a_salt_that_can_not_be_one(shared_daemon: RunningDaemon, salt: Any) -> None:
+    engine = Engine(shared_daemon.url, layout_of(), "salted")
+    with opened(shared_daemon, "salted") as context, pytest.raises(ValueError, match="cache_salt"):
+        context.lookup(TOKENS, cache_salt=salt)
+    engine.close()
+
+
+def test_out_must_be_a_tensor(shared_daemon: RunningDaemon) -> None:
+    engine = Engine(shared_daemon.url, layout_of(), "no tensor")
+    with opened(shared_daemon, "no tensor") as context, pytest.raises(TypeError, match="ndarray"):
+        context.retrieve(TOKENS, out=np.empty((3, 80, 4, 8)))  # type: ignore[arg-type]
+    engine.close()
+
+
 def test_the_layout_is_found_when_the_engine_comes_later(daemon: RunningDaemon) -> None:
     with opened(daemon) as context:
         assert context.layouts == ()

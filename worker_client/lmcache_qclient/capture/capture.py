@@ -101,8 +101,8 @@ class QRingBufferCapture:
         )
         if blocks.total * block_size < chunk_size:
             logger.warning(
-                "the query ring of %d blocks of %d tokens is smaller than one chunk of %d tokens: nothing can be "
-                "stored, all is counted as ring_full. Set lmcache.q.ring_blocks to at least %d, or leave it out",
+                "the query ring of %d blocks of %d tokens is smaller than one chunk of %d tokens: whatever needs more "
+                "of a chunk is lost as ring_full. Set lmcache.q.ring_blocks to at least %d, or leave it out",
                 blocks.total,
                 block_size,
                 chunk_size,

@@ -11,6 +11,7 @@ import fcntl
 import os
 import select
 import socket
+import struct
 import threading
 from array import array
 
@@ -29,6 +30,7 @@ from lmcache_qprotocol.lifeline import (
 )
 
 RING_TOKEN_BYTES = 16
+_TIMEVAL = struct.Struct("@ll")
 _HANG_UP = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -64,7 +66,7 @@ class LifelineClient:
         """
         client = cls(path, timeout_s)
         try:
-            client._connect()
+            client._connect(timeout_s)
             client._attach(session)
         except BaseException:
             client.close()
@@ -126,9 +128,17 @@ class LifelineClient:
 
     # --- packets --------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def _connect(self, timeout_s: float) -> None:
         try:
+            # Blocking, with the kernel's own time-out: a connect that must not block fails at once when the server has
+            # others to accept first.
+            seconds, rest = divmod(max(timeout_s, 1e-3), 1)
+            self._socket.setblocking(True)
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(1e6 * rest))
+            )
             self._socket.connect(self.path)
+            self._socket.settimeout(timeout_s)
         except OSError as error:
             raise ConnectionError(
                 f"the server's lifeline {self.path} is not reachable from here ({error}): run on the server's host, "

@@ -23,6 +23,7 @@ from lmcache_qclient.qcache.token_ids import token_list
 from lmcache_qprotocol.hashing import HashChain
 from lmcache_qprotocol.identity import Identity, ItemIdentity, LoraIdentity
 from lmcache_qprotocol.keys import FEATURE_SUFFIX, feature_model_name
+from lmcache_qprotocol.limits import MAX_SALT_CHARS
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,7 @@ class QCacheContext:
         self._model: str | None = _key_model_name(model_name) if model_name else None
         self._entries: tuple[StoredEntry, ...] = ()
         self._layouts: tuple[StoredLayout, ...] = ()
+        self._known_of = b""  # boot id of the server that said so
 
     def __enter__(self) -> QCacheContext:
         return self
@@ -95,14 +97,18 @@ class QCacheContext:
 
     @property
     def layouts(self) -> tuple[StoredLayout, ...]:
-        """The ways in which the model is stored; asks the server as long as there is no complete one.
+        """The ways in which the model is stored; asks the server as long as there is no complete one, and a new one.
 
         Raises:
             ConnectionError: the server's HTTP side does not answer.
             ValueError: no model was named and the server knows several.
         """
-        if not any(layout.complete for layout in self._layouts):
+        before = self._layouts
+        restarted = self._known_of != self._session.connection.hello.boot_id
+        if restarted or not any(layout.complete for layout in before):
             self.refresh()
+        if not self._layouts:
+            self._layouts = before  # a server that was restarted empty: what is asked for is missing, not unheard of
         return self._layouts
 
     def refresh(self) -> None:
@@ -111,10 +117,12 @@ class QCacheContext:
         Raises:
             ConnectionError, ValueError: as `layouts`.
         """
+        boot_id = self._session.connection.hello.boot_id
         self._entries = read_status(fetch_status(self._http_url, self._timeout_s))
         if self._asked_model is None:
             self._model = self._only_model()
         self._layouts = stored_layouts(self._entries, self._model) if self._model else ()
+        self._known_of = boot_id if self._layouts else b""
 
     def _only_model(self) -> str | None:
         names = model_names(self._entries)
@@ -155,9 +163,14 @@ class QCacheContext:
         layout: StoredLayout | None = None,
     ) -> Lookup:
         """How much of a sequence is stored, without reading it. Arguments and errors as `retrieve`."""
-        wanted = self._wanted(token_ids, cache_salt, Identity(lora, tuple(mm)), layout)
-        found = self._session.run(lambda: find(self._session, wanted))
-        return Lookup(found.num_tokens, found.missing)
+        ids, identity = token_list(token_ids), Identity(lora, tuple(mm))
+
+        def look_up() -> Lookup:
+            wanted = self._wanted(ids, cache_salt, identity, layout)
+            found = find(self._session, wanted)
+            return Lookup(found.num_tokens, found.missing)
+
+        return self._session.run(look_up)
 
     def retrieve(
         self,
@@ -183,13 +196,21 @@ class QCacheContext:
             ConnectionError: the server does not answer, after one renewal of the connection.
             RequestError: it refuses; lifeline_required when its memory is not reachable from here.
         """
-        wanted = self._wanted(token_ids, cache_salt, Identity(lora, tuple(mm)), layout)
-        return self._session.run(lambda: self._read(wanted, out))
+        ids, identity = token_list(token_ids), Identity(lora, tuple(mm))
+        return self._session.run(
+            lambda: self._read(self._wanted(ids, cache_salt, identity, layout), out)
+        )
 
     def _wanted(
-        self, token_ids: Any, cache_salt: str, identity: Identity, layout: StoredLayout | None
+        self,
+        ids: Sequence[int],
+        cache_salt: str,
+        identity: Identity,
+        layout: StoredLayout | None,
     ) -> Wanted:
-        ids = token_list(token_ids)
+        """Inside `run`, behind a renewal: another server may have another chunk size."""
+        if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARS:
+            raise ValueError(f"cache_salt is a text of at most {MAX_SALT_CHARS} characters")
         chosen = self._layout(layout)
         chunk_size = chosen.chunk_size or self._session.connection.hello.chunk_size
         chain = HashChain(chunk_size, identity)

@@ -27,8 +27,11 @@ def check_out(out: torch.Tensor, layout: StoredLayout, num_tokens: int) -> None:
     """Make sure that `num_tokens` tokens fit into the caller's tensor.
 
     Raises:
+        TypeError: it is no tensor.
         ValueError: they don't, or it is not a contiguous CPU tensor of the stored type.
     """
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch tensor, not a {type(out).__name__}")
     layers, heads, head_dim = len(layout.layer_ids), layout.num_heads, layout.head_dim
     fits = out.dim() == 4 and (out.shape[0], *out.shape[2:]) == (layers, heads, head_dim)
     if not fits or out.shape[1] < num_tokens:
