@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks import overhead, round_trip, store_and_retrieve
 from demo.__main__ import MODEL
 from demo.model import prepare
-from demo.server import running_server
 from demo.table import render_table
+from lmcache_qserver.testing.daemon import running_daemon
 
 SIZES_MIB = (16, 64)
 BENCH = Path("bench.json")
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
 
     store, retrieve = {}, {}
-    with running_server("--pool-bytes", "3GiB") as server:
+    with running_daemon(pool_bytes="3GiB") as server:
         for size in SIZES_MIB:
             print(f"store and retrieve, {size} MiB ...", flush=True)
             store[f"{size}MiB"], retrieve[f"{size}MiB"] = store_and_retrieve.measure(

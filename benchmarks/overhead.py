@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.engine import PROMPT_TOKENS, PROMPTS, fast_dtype
 from benchmarks.samples import bootstrap_interval, speed_ratio
-from demo.server import Server
+from lmcache_qserver.testing.daemon import RunningDaemon
 
 
 class Engine:
@@ -64,7 +64,7 @@ def running_engine(model: Path, *server_url: str) -> Iterator[Engine]:
             engine.process.kill()
 
 
-def measure(server: Server, model: Path, pairs: int) -> dict[str, float | str]:
+def measure(server: RunningDaemon, model: Path, pairs: int) -> dict[str, float | str]:
     """The ratio with its 95 % interval, and tokens per second of both."""
     times = []
     with running_engine(model) as without, running_engine(model, server.url) as capturing:

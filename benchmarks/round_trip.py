@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection as Pipe
 import zmq
 
 from benchmarks.samples import interleaved
-from demo.server import Server
 from lmcache_qprotocol.codec import encode, encode_request
 from lmcache_qprotocol.operations import PING
+from lmcache_qserver.testing.daemon import RunningDaemon
 
 
 def _echo(pipe: Pipe) -> None:
@@ -38,7 +38,7 @@ def _echo_port() -> Iterator[int]:
         process.join()
 
 
-def measure(server: Server, rounds: int = 4000) -> dict[str, float]:
+def measure(server: RunningDaemon, rounds: int = 4000) -> dict[str, float]:
     """p50 of both in microseconds, and ours divided by theirs."""
     context = zmq.Context()
     with (

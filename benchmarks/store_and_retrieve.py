@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from benchmarks.samples import interleaved, speed_ratio
-from demo.server import Server
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.ledger import FinishedChunk
@@ -26,6 +25,7 @@ from lmcache_qclient.qcache import connect
 from lmcache_qprotocol.hashing import chunk_hashes
 from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.stamps import first_stamp
+from lmcache_qserver.testing.daemon import RunningDaemon
 
 MIB = 1 << 20
 CHUNK = 256
@@ -36,7 +36,9 @@ PLACES = 4
 
 
 @contextmanager
-def worker(server: Server, chunk_mib: int) -> Iterator[tuple[QRingBufferAdapter, QRingBuffer]]:
+def worker(
+    server: RunningDaemon, chunk_mib: int
+) -> Iterator[tuple[QRingBufferAdapter, QRingBuffer]]:
     """A registered worker whose chunks have `chunk_mib` MiB: bf16, 32 layers."""
     heads = chunk_mib * MIB // (CHUNK * LAYERS * 2 * 128)
     layout = Layout(
@@ -83,7 +85,7 @@ def prepare_chunk(adapter: QRingBufferAdapter, ring: QRingBuffer, index: int) ->
     return FinishedChunk("bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce)
 
 
-def measure(server: Server, chunk_mib: int, rounds: int) -> tuple[float, float]:
+def measure(server: RunningDaemon, chunk_mib: int, rounds: int) -> tuple[float, float]:
     """(store_vs_memcpy, retrieve_vs_memcpy) for chunks of `chunk_mib` MiB."""
     nbytes = chunk_mib * MIB
     source = np.frombuffer(bytearray(secrets.token_bytes(MIB) * chunk_mib * PLACES), dtype=np.uint8)

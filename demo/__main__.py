@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import prepare
-from demo.server import Server, running_server
 from demo.table import render_table
+from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
 
 MODEL = Path(".cache/smollm2-135m")
 REPORT = Path("demo/report.json")
@@ -62,7 +62,7 @@ def run_module(module: str, **options: object) -> None:
 
 
 def build_report(
-    server: Server, engine: dict[str, Any], proof: dict[str, Any], seconds: float
+    server: RunningDaemon, engine: dict[str, Any], proof: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
     """One flat account of the run."""
     status, metrics = server.status(), server.metrics()
@@ -114,7 +114,7 @@ def main() -> int:
     progress = Progress()
     progress.say("1/5 preparing the model")
     prepare(MODEL, lambda text: progress.say(f"    {text}"))
-    with tempfile.TemporaryDirectory() as folder, running_server() as server:
+    with tempfile.TemporaryDirectory() as folder, running_daemon(pool_bytes="1GiB") as server:
         progress.say(f"2/5 server is ready (pid {server.pid})")
         engine_report, proof_report = Path(folder, "engine.json"), Path(folder, "proof.json")
         progress.say("3/5 vLLM starts and runs the prompts, with capture on (under a minute)")
@@ -133,11 +133,13 @@ def main() -> int:
         )
         engine, proof = json.loads(engine_report.read_text()), json.loads(proof_report.read_text())
         report = build_report(server, engine, proof, time.monotonic() - progress.began)
+        faults = audit(report, proof["rows"])
+        if faults:
+            print(server.log(), file=sys.stderr)
     progress.say("5/5 audit")
     print(render_table(proof["rows"]))
     print(render_table([{"figure": name, "value": value} for name, value in report.items()]))
     REPORT.write_text(json.dumps(report, indent=2) + "\n")
-    faults = audit(report, proof["rows"])
     for fault in faults:
         print(f"NOT PROVEN: {fault}")
     print(f"report: {REPORT}   picture: {PICTURE}")
