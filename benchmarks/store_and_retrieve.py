@@ -18,7 +18,7 @@ import torch
 from benchmarks.samples import interleaved, speed_ratio
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.qcache import connect
@@ -82,7 +82,9 @@ def prepare_chunk(adapter: QRingBufferAdapter, ring: QRingBuffer, index: int) ->
     ring.stamp(slots, torch.arange(CHUNK) + first_stamp(nonce, 0))
     adapter.account.computed += CHUNK
     chunk_hash = chunk_hashes(prompt(index), CHUNK)[0]
-    return FinishedChunk("bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce)
+    return FinishedChunk(
+        "bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce, adapter.account.request("bench")
+    )
 
 
 def measure(server: RunningDaemon, chunk_mib: int, rounds: int) -> tuple[float, float]:

@@ -20,6 +20,8 @@ MAX_PARTIALS = 64
 """Partial chunks in one query."""
 MAX_ITEMS = 4096
 """Items that begin in one chunk."""
+MAX_RECENT_REQUESTS = 32
+"""Requests that one worker's report tells one by one."""
 MAX_POSITION = (1 << 31) - 1
 """A stamp holds a position in 31 bits."""
 

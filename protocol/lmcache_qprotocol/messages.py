@@ -22,6 +22,7 @@ from lmcache_qprotocol.limits import (
     MAX_LAYERS,
     MAX_NAME_CHARS,
     MAX_PARTIALS,
+    MAX_RECENT_REQUESTS,
     MAX_TOKENS,
     Limits,
 )
@@ -95,7 +96,37 @@ class ReplyMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str = ""
 
 
-class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that have ended, by how much of what they computed was captured.
+
+    Attributes:
+        whole, partial, none: all of it, some of it, nothing.
+    """
+
+    whole: Count = 0
+    partial: Count = 0
+    none: Count = 0
+
+
+class RequestCoverage(msgspec.Struct, frozen=True, kw_only=True):
+    """One ended request's tokens: computed = captured + sum(lost).
+
+    Attributes:
+        request_id: the engine's id, cut to the length of a name.
+        computed, captured: tokens.
+        lost: tokens not stored, by reason.
+    """
+
+    request_id: Name
+    computed: Count
+    captured: Count
+    lost: dict[LossReason, Count]
+
+
+RecentRequests = Annotated[tuple[RequestCoverage, ...], Meta(max_length=MAX_RECENT_REQUESTS)]
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's own account of the tokens it computed; rides on `ping` and `unregister_q_cache`.
 
     Invariant: computed = captured + sum(lost) + pending.
@@ -107,6 +138,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         pending: of these, tokens in open chunks and in stores under way.
         ring_blocks, ring_used, ring_high_water: ring blocks in all, in use now, and the most ever
             in use.
+        requests: ended requests, counted since the worker started.
+        recent: those that ended last, oldest first.
     """
 
     computed: Count
@@ -116,6 +149,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     ring_blocks: Count = 0
     ring_used: Count = 0
     ring_high_water: Count = 0
+    requests: RequestCounts = RequestCounts()
+    recent: RecentRequests = ()
 
 
 # --- registering a ring ---------------------------------------------------------------------------

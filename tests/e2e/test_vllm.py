@@ -175,6 +175,30 @@ def test_engine_and_worker_in_processes_of_their_own(
     assert daemon.status()["registered_q_ids"] == []
 
 
+def test_an_engine_in_its_users_process_stores_the_last_tokens_while_it_idles(
+    daemon: RunningDaemon, reference: Reference, tmp_path: Path
+) -> None:
+    """No step runs after the last request has ended: half a second later all of it is there, and the account closed."""
+    the_job = job(daemon, tmp_path, batches=[[prompt(270, 15), prompt(20, 16)]], pause=True)
+    the_job["extra"]["lmcache.q.heartbeat_s"] = 60
+    process = start(the_job, **IN_PROCESS)
+    try:
+        wait_until(Path(the_job["out"]).exists, "the engine has run", 200)
+        report = json.loads(Path(the_job["out"]).read_text())
+        wait_until(
+            lambda: daemon.status()["coverage"]["captured"] == report["computed"], "all is told", 5
+        )
+        check_rows(daemon, report, reference)
+        check_account(daemon, report)
+        coverage = daemon.status()["coverage"]
+        assert coverage["requests"] == {"whole": 2, "partial": 0, "none": 0}
+        (recent,) = coverage["recent_requests"].values()
+        assert sorted(one["captured"] for one in recent) == [23, 273]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
 def test_a_killed_engine_leaves_nothing(daemon: RunningDaemon, tmp_path: Path) -> None:
     names = set(os.listdir("/dev/shm"))
     the_job = job(daemon, tmp_path, batches=[[prompt(300, 11)]], pause=True)

@@ -77,6 +77,18 @@ CHUNKS_KEY = m.RangeKey(
     chunk_hashes=HASHES,
     layout_id=LAYOUT_ID,
 )
+REQUESTS_REPORT = m.WorkerReport(
+    computed=12,
+    captured=9,
+    lost={LossReason.RING_FULL: 3},
+    pending=0,
+    requests=m.RequestCounts(whole=1, partial=2, none=3),
+    recent=(
+        m.RequestCoverage(
+            request_id="req-2", computed=4, captured=1, lost={LossReason.RING_FULL: 3}
+        ),
+    ),
+)
 PIECE_KEY = msgspec.structs.replace(
     CHUNKS_KEY,
     start=259,
@@ -159,6 +171,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "get_chunk_size native": (),
     "get_chunk_size legacy": (),
     "ping native": (4242, REPORT),
+    "ping native, requests": (4242, REQUESTS_REPORT),
     "ping legacy": (None,),
     "noop native": (),
     "noop legacy": (),

@@ -25,7 +25,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
+from lmcache_qclient.capture.step import StepMeta
 from lmcache_qprotocol.hashing import chunk_hash, chunk_hashes, root_hash
 from lmcache_qprotocol.identity import PLAIN, Identity, LoraIdentity
 from tests.scheduler.engine_config import cache_groups, vllm_config
@@ -91,6 +92,7 @@ class Engine:
             for _ in range(3)
         ]
         self._arrived = 0
+        self._last_step: StepMeta | None = None
 
     def _make_hooks_fail(self) -> None:
         """Let the tracker's hooks raise now and then, as a bug or an engine of another version would."""
@@ -251,9 +253,22 @@ class Engine:
         if self.scenario.drafts and executed:
             drafts = self.runner.proposed
             self.scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
+        if self.random.random() < self.scenario.idle:
+            self._idle()
+
+    def _idle(self) -> None:
+        """No step comes for a while, as far as the worker can see."""
+        if not self.scenario.beside:
+            self.seen["idle apart"] += 1
+            self.worker.idle(None)
+            return
+        ended = self.guard.ended_since(self._last_step, most=2)
+        self.seen["ended while idle"] += len(ended)
+        self.worker.idle(ended)
 
     def _execute(self, output: Any) -> Forward | None:
         self.steps += 1
+        self._last_step = output.kv_connector_metadata.step
         self._note(output)
         forward = self.runner.execute(output)
         self.worker.step(
@@ -358,8 +373,12 @@ class Engine:
             self.seen["foretold"] += 1
             expected: Counter[str] = sum((fates(scenario, life) for life in lives), Counter())
             assert +outcomes == +expected
-        if foretold(scenario, lives) and not preempted:
+        split = scenario.idle and not scenario.beside  # idle times cut chunks in pieces
+        if foretold(scenario, lives) and not preempted and not split:
             assert stored == self._must_be_stored(lambda life: life.steps)
+        elif foretold(scenario, lives) and not preempted:
+            self.seen["foretold with idle times"] += 1
+            assert _spelled(stored) == _spelled(self._must_be_stored(lambda life: life.steps))
         elif foretold(scenario, lives):
             self.seen["foretold with preemption"] += 1
             all_of_them = Counter(

@@ -63,6 +63,8 @@ class Scenario:
         faults: chance per step that something of ours fails: a hook beside the scheduler, a layer's hook, a row's slot.
         reuse_ids: a request may get the id of one that has ended.
         scattered: rows of one request need not be neighbours in a batch.
+        idle: chance per round that no step follows for a while.
+        beside: the worker runs in the scheduler's process, and can ask it then who has ended.
         reclaim_first: as vLLM does it with drafts: finished stores are taken back before the step's are sent.
     """
 
@@ -95,6 +97,8 @@ class Scenario:
     reuse_ids: bool = False
     scattered: bool = False
     reclaim_first: bool = False
+    idle: float = 0.0
+    beside: bool = True
 
     @property
     def roomy(self) -> bool:
@@ -144,4 +148,6 @@ def draw(family: Family, seed: int) -> Scenario:
         reuse_ids=family.depth == 1 and random.random() < 0.5,
         scattered=random.random() < 0.3,
         reclaim_first=bool(drafts),
+        idle=random.choice([0.0, 0.1]),
+        beside=random.random() < 0.5,
     )

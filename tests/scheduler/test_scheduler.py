@@ -58,6 +58,9 @@ def test_the_scenarios_are_about_something() -> None:
         "aborted",
         "reset",
         "foretold with preemption",
+        "foretold with idle times",
+        "ended while idle",
+        "idle apart",
     ):
         assert seen[what] > 0, what
     assert seen["foretold"] >= len(FAMILIES)

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from lmcache_qclient.capture.capture import QRingBufferCapture
-from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import first_stamp
 from tests.scheduler.model import HEAD_DIM, HEADS, LAYERS
@@ -51,9 +51,9 @@ class SlowAdapter(FakeAdapter):
             self._check_untouched(item)
             if self.random.random() < self.scenario.refuse:
                 self.refused.append(item)
-                self.account.lose(LossReason.POOL_FULL, item.chunk.tokens)
+                item.chunk.tally.lose(LossReason.POOL_FULL, item.chunk.tokens)
             else:
-                self.account.captured += item.chunk.tokens
+                item.chunk.tally.capture(item.chunk.tokens)
             self.ring.free(item.chunk.blocks)
         return len(done)
 
@@ -115,6 +115,11 @@ class Worker:
             slots[self.random.randrange(len(slots))] = -1
         for layer, name in names.items():
             self.capture.save_q_layer(name, query[:, layer], slots)
+
+    def idle(self, ended: tuple[FinishedRequest, ...] | None) -> None:
+        """No step comes for a while."""
+        self.capture.work_idle(ended)
+        self.check()
 
     def check(self) -> None:
         """Every computed token is in one place, every ring block has one owner."""

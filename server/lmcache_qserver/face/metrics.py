@@ -145,6 +145,12 @@ class ServerMetrics(Collector):
         yield _gauges(
             "worker_tokens_lost", "Tokens computed and not stored.", "reason", coverage["lost"]
         )
+        yield _gauges(
+            "worker_requests",
+            "Requests that have ended, by how much was captured of what they computed.",
+            "coverage",
+            coverage["requests"],
+        )
 
     def _of_wire(self) -> Iterator[Metric]:
         counts, clients = self._counts, self._state.clients

@@ -8,14 +8,19 @@ comes back (a new ring, a new connection) goes on with its own.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from lmcache_qprotocol.messages import WorkerReport
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qserver.qstore.instance import InstanceId
 
+RECENT_WORKERS = 16
+"""Workers, heard of last, of which the summary tells ended requests one by one."""
 ACCOUNTS_KEPT = 4096
 """Accounts that are kept apart; older ones are added up and can't be told from a restarted worker's any more."""
 
@@ -26,12 +31,20 @@ class _Sum:
     captured: int = 0
     pending: int = 0
     lost: Counter[LossReason] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: WorkerReport) -> None:
         self.computed += report.computed
         self.captured += report.captured
         self.pending += report.pending
         self.lost.update(report.lost)
+        self.requests.update(msgspec.to_builtins(report.requests))
+
+    def copy(self) -> _Sum:
+        """A sum of its own."""
+        return _Sum(
+            self.computed, self.captured, self.pending, self.lost.copy(), self.requests.copy()
+        )
 
 
 class Coverage:
@@ -53,13 +66,14 @@ class Coverage:
             self._settled.add(self._last.popitem(last=False)[1])
 
     def summary(self) -> dict[str, Any]:
-        """`computed, captured, pending, lost: {reason: tokens}`, every reason there; computed = the sum of the rest."""
-        total = _Sum(
-            self._settled.computed,
-            self._settled.captured,
-            self._settled.pending,
-            self._settled.lost.copy(),
-        )
+        """Tokens and requests of all workers.
+
+        Returns:
+            `computed, captured, pending, lost: {reason: tokens}`, every reason there, computed = the sum of the rest;
+            `requests: {whole, partial, none}`, ended requests by how much was captured of them;
+            `recent_requests: {instance id: [{request_id, computed, captured, lost}]}`, those that ended last.
+        """
+        total = self._settled.copy()
         for report in self._last.values():
             total.add(report)
         return {
@@ -67,4 +81,14 @@ class Coverage:
             "captured": total.captured,
             "pending": total.pending,
             "lost": {reason.value: total.lost[reason] for reason in LossReason},
+            "requests": {name: total.requests[name] for name in ("whole", "partial", "none")},
+            "recent_requests": self._recent(),
+        }
+
+    def _recent(self) -> dict[str, Any]:
+        heard_last = itertools.islice(reversed(self._last.items()), RECENT_WORKERS)
+        return {
+            str(instance_id): [msgspec.to_builtins(one, str_keys=True) for one in report.recent]
+            for instance_id, report in heard_last
+            if report.recent
         }

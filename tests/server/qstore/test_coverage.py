@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from lmcache_qprotocol.messages import WorkerReport
+from lmcache_qprotocol.messages import RequestCounts, RequestCoverage, WorkerReport
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qserver.qstore import coverage
 from lmcache_qserver.qstore.coverage import Coverage
@@ -66,3 +67,24 @@ def test_old_accounts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
         accounts.note(number, report(1, 1, 1))
     check(accounts.summary(), 10, 10, 10)
     assert len(accounts._last) == 3
+
+
+def test_ended_requests_add_up_and_the_last_are_told_one_by_one() -> None:
+    accounts = Coverage()
+    one = RequestCoverage(request_id="r", computed=4, captured=3, lost={LossReason.RING_FULL: 1})
+    counts = RequestCounts(whole=5, partial=1)
+    accounts.note("w", msgspec.structs.replace(report(9, 1), requests=counts, recent=(one,)))
+    accounts.note(2, msgspec.structs.replace(report(9), requests=RequestCounts(none=2)))
+    summary = accounts.summary()
+    assert summary["requests"] == {"whole": 5, "partial": 1, "none": 2}
+    told = {"request_id": "r", "computed": 4, "captured": 3, "lost": {"ring_full": 1}}
+    assert summary["recent_requests"] == {"w": [told]}
+
+
+def test_the_requests_of_a_few_workers_only_are_told_one_by_one() -> None:
+    accounts = Coverage()
+    one = RequestCoverage(request_id="r", computed=1, captured=1, lost={})
+    for number in range(coverage.RECENT_WORKERS + 3):
+        accounts.note(number, msgspec.structs.replace(report(1), recent=(one,)))
+    told = accounts.summary()["recent_requests"]
+    assert set(told) == {str(number) for number in range(3, coverage.RECENT_WORKERS + 3)}

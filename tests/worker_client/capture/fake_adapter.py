@@ -9,7 +9,7 @@ import numpy as np
 
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import TransferContext
-from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qprotocol.layout import Layout
 
@@ -71,9 +71,16 @@ class FakeAdapter:
         assert self.ring is not None
         done, self.waiting = self.waiting, []
         for chunk in done:
-            self.account.captured += chunk.tokens
+            chunk.tally.capture(chunk.tokens)
             self.ring.free(chunk.blocks)
         return len(done)
+
+    @property
+    def stores_under_way(self) -> int:
+        return len(self.waiting)
+
+    def tell_report(self) -> None:
+        self.calls.append("tell_report")
 
     def update_report(self) -> None:
         self.calls.append("update_report")

@@ -12,7 +12,7 @@ import torch
 from lmcache_qclient.capture import adapter as adapter_module
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.link.requests import ReplyFuture
@@ -149,10 +149,17 @@ class Bench:
         blocks = self.ring.allocate(2)
         assert blocks is not None
         self.nonce += 1
-        self.adapter.account.computed += 8
+        tally = self.adapter.account.request("r")
+        tally.compute(8)
         options: dict[str, Any] = {"request_id": "r", "cache_salt": "salt", **more}
         chunk = FinishedChunk(
-            start=16, end=24, chunk_hash=HASH, blocks=tuple(blocks), nonce=self.nonce, **options
+            start=16,
+            end=24,
+            chunk_hash=HASH,
+            blocks=tuple(blocks),
+            nonce=self.nonce,
+            tally=tally,
+            **options,
         )
         return self.adapter.submit_q_store_request(chunk)
 

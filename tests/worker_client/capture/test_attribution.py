@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_qclient.capture.attribution import attribute, copy_runs, targets_of
-from lmcache_qclient.capture.ledger import Run
+from lmcache_qclient.capture.step_plan import Run
 
 seeds = st.integers(0, 1 << 32)
 

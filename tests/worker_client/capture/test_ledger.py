@@ -11,7 +11,8 @@ import pytest
 
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.blocks import BlockAllocator
-from lmcache_qclient.capture.ledger import FinishedChunk, Ledger
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
+from lmcache_qclient.capture.ledger import Ledger
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qprotocol.hashing import chunk_hashes
 from lmcache_qprotocol.identity import Identity, LoraIdentity
@@ -487,13 +488,3 @@ def test_sizes_that_do_not_fit(chunk: int, block: int, engine: int) -> None:
             free=lambda ids: None,
             account=Account(),
         )
-
-
-def test_a_report_leaves_zeros_out_and_adds_up() -> None:
-    account = Account()
-    account.computed, account.captured = 10, 3
-    account.lose(Loss.RING_FULL, 2)
-    account.lose(Loss.PREEMPTED, 0)
-    report = account.report(9, 4, 6)
-    assert (report.lost, report.pending) == ({Loss.RING_FULL: 2}, 5)
-    assert (report.ring_blocks, report.ring_used, report.ring_high_water) == (9, 4, 6)

@@ -126,3 +126,30 @@ def test_nothing_is_handed_out_of_a_request_that_ended_before_its_rows(length: i
     assert it.step(finished=(FinishedRequest("a", length),)) == []
     assert it.lost == {Loss.DISCARDED_AFTER_FINISH: 3}
     assert it.blocks.num_free == it.blocks.num_blocks
+
+
+def test_between_steps_an_end_hands_out_as_in_a_step() -> None:
+    it = bench()
+    it.step(it.part("a", 0, 11, first=True), it.part("b", 0, 3, first=True))
+    assert ranges(it.ledger.end_told([it.end("a", 12)])) == [(8, 11)]
+    assert it.account.pending == 8 + 3 + 3
+    assert it.ledger.open_chunks == 1
+    assert it.step(it.part("b", 3, 8)) != [], "the other request goes on"
+
+
+def test_an_idle_time_hands_out_what_is_settled_and_the_rest_later() -> None:
+    it = bench()
+    it.step(it.part("a", 0, 5, first=True), it.part("b", 0, 7, first=True, drafts=2))
+    assert ranges(it.ledger.hand_out_idle()) == [(0, 5)]
+    assert it.ledger.hand_out_idle() == []
+    # Five of b's rows are settled, but its part ends in drafts: it stays whole until they are judged.
+    (b,) = it.step(it.part("a", 5, 8), it.part("b", 7, 8))[1:]
+    assert ranges([b]) == [(0, 8)]
+    assert it.lost == {}
+
+
+def test_without_pieces_an_idle_time_changes_nothing() -> None:
+    it = Bench()
+    it.step(it.part("a", 0, 5, first=True))
+    assert it.ledger.hand_out_idle() == []
+    assert it.ledger.open_chunks == 1

@@ -35,6 +35,7 @@ def simulate(
     chances: Chances,
     fail: float = 0.0,
     pieces: bool = False,
+    idle: float = 0.0,
 ) -> Worker:
     """Ten requests (some under a former one's id) until all are done; returns the worker after its flush."""
     random = Random(seed)
@@ -57,6 +58,8 @@ def simulate(
             engine.add(name, random.randint(1, 30), random.randint(1, 20))
             busy.add(name)
         worker.step(engine.step(), fail=fail)
+        if random.random() < idle:
+            worker.idle(None)
         if not engine.busy:
             break
     assert worker.account.computed == engine.computed
@@ -78,6 +81,7 @@ def simulate(
     chances,
     st.sampled_from([0.0, 0.3]),
     st.booleans(),
+    st.sampled_from([0.0, 0.0, 0.3]),
 )
 def test_right_or_absent_and_every_token_is_counted(
     seed: int,
@@ -88,8 +92,9 @@ def test_right_or_absent_and_every_token_is_counted(
     chances: Chances,
     fail: float,
     pieces: bool,
+    idle: float,
 ) -> None:
-    worker = simulate(seed, ring, engine_block, budget, ring_blocks, chances, fail, pieces)
+    worker = simulate(seed, ring, engine_block, budget, ring_blocks, chances, fail, pieces, idle)
     for reason, count in worker.account.lost.items():
         event(f"lost to {reason.value}: {count > 0}")
     event(f"captured: {worker.account.captured > 0}")

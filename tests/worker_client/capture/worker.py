@@ -7,7 +7,10 @@ from random import Random
 
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.blocks import BlockAllocator
-from lmcache_qclient.capture.ledger import FinishedChunk, Ledger, StepPlan
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
+from lmcache_qclient.capture.ledger import Ledger
+from lmcache_qclient.capture.step import FinishedRequest
+from lmcache_qclient.capture.step_plan import StepPlan
 from lmcache_qprotocol.hashing import HashChain, chunk_hash
 from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.reasons import LossReason
@@ -83,6 +86,14 @@ class Worker:
                 ],
             )
         self._settle(0.5)
+        self.check()
+
+    def idle(self, finished: tuple[FinishedRequest, ...] | None) -> None:
+        """No step comes; who has ended is told now, or nobody can tell."""
+        ledger = self.ledger
+        chunks = ledger.hand_out_idle() if finished is None else ledger.end_told(finished)
+        for chunk in chunks:
+            self._check_chunk(chunk, [self.owners[chunk.request_id]])
         self.check()
 
     def _apply(
@@ -165,9 +176,9 @@ class Worker:
                 self.handed_out.remove(chunk)
                 self.allocator.free(chunk.blocks)
                 if self.random.random() < 0.8:
-                    self.account.captured += chunk.tokens
+                    chunk.tally.capture(chunk.tokens)
                 else:
-                    self.account.lose(LossReason.POOL_FULL, chunk.tokens)
+                    chunk.tally.lose(LossReason.POOL_FULL, chunk.tokens)
 
     def check(self) -> None:
         """Every computed token is in one place; every ring block has one owner."""

@@ -10,7 +10,7 @@ import torch
 
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.capture.step import RequestStep, StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
 from lmcache_qclient.features.feature import Feature, Tensors
 from lmcache_qclient.features.query import QTensorFeature
@@ -35,6 +35,7 @@ class Recorder(Feature):
         self.layers, self.reference = layers, reference
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.broken: set[str] = set()
+        self.idle_again: float | None = None
 
     def _note(self, name: str, *args: Any) -> None:
         self.calls.append((name, args))
@@ -60,6 +61,10 @@ class Recorder(Feature):
     def reclaim(self) -> None:
         self._note("reclaim")
 
+    def work_idle(self, ended: Any) -> float | None:
+        self._note("work_idle", ended)
+        return self.idle_again
+
     def reregister(self) -> None:
         self._note("reregister")
 
@@ -75,6 +80,7 @@ HOOKS: list[tuple[str, tuple[Any, ...]]] = [
     ("save_kv_layer", ("layer", {"q": torch.ones(1)}, None)),
     ("wait_for_save", (b"event",)),
     ("reclaim", ()),
+    ("work_idle", (None,)),
     ("reregister", ()),
     ("shutdown", ()),
 ]
@@ -127,6 +133,18 @@ def test_the_reference_layer_is_the_first_there_is() -> None:
     assert Dispatcher([Recorder(), Recorder(reference="x")]).reference_layer() == "x"
     assert Dispatcher([Recorder()]).reference_layer() is None
     assert Dispatcher([]).reference_layer() is None
+
+
+@pytest.mark.parametrize(
+    ("waits", "first"), [((None, None), None), ((None, 2.0), 2.0), ((1.0, 2.0), 1.0)]
+)
+def test_the_feature_that_has_work_first_decides_when_it_goes_on(
+    waits: tuple[float | None, ...], first: float | None
+) -> None:
+    features = [Recorder(), Recorder()]
+    for feature, wait in zip(features, waits, strict=True):
+        feature.idle_again = wait
+    assert Dispatcher(features).work_idle(()) == first
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -212,6 +230,36 @@ def test_a_hook_that_raises_gives_the_step_up(
     assert "head count" in caplog.text
     one_step(dispatcher, "b")
     assert [stored.chunk.request_id for stored in adapter.stored] == ["b"]
+
+
+def test_between_steps_the_ends_that_were_told_nowhere_are_stored(
+    dispatcher: Dispatcher, adapter: FakeAdapter
+) -> None:
+    part = RequestStep("a", 0, 3, (3,), 3, (1, 2, 3), first=True)
+    dispatcher.begin_step(StepMeta((part,)))
+    for layer in layer_names(2):
+        dispatcher.save_kv_layer(layer, {"q": torch.ones(3, 2, 3)}, torch.arange(12, 15))
+    dispatcher.wait_for_save(b"")
+    assert dispatcher.work_idle(()) is None
+    assert (adapter.account.captured, adapter.account.pending) == (0, 3)
+    dispatcher.work_idle((FinishedRequest("a", 3),))
+    assert (adapter.account.captured, adapter.account.pending) == (3, 0)
+    assert adapter.calls == ["tell_report"]
+    assert [one.request_id for one in adapter.account.recent] == ["a"]
+
+
+def test_between_steps_without_news_what_is_complete_as_it_stands_is_stored(
+    dispatcher: Dispatcher, adapter: FakeAdapter
+) -> None:
+    one_step(dispatcher, "a")
+    part = RequestStep("b", 0, 3, (3,), 3, (1, 2, 3), first=True)
+    dispatcher.begin_step(StepMeta((part,)))
+    for layer in layer_names(2):
+        dispatcher.save_kv_layer(layer, {"q": torch.ones(3, 2, 3)}, torch.arange(12, 15))
+    dispatcher.wait_for_save(b"")
+    dispatcher.work_idle(None)
+    assert [(item.chunk.start, item.chunk.end) for item in adapter.stored][-1] == (0, 3)
+    assert adapter.account.pending == 0
 
 
 def test_a_layer_without_a_query_is_layer_missing(

@@ -42,10 +42,12 @@ def test_all_switches() -> None:
             "lmcache.q.connect_timeout_s": "2.5",
             "lmcache.q.heartbeat_s": 1,
             "lmcache.q.tails": "false",
+            "lmcache.q.on_full": "wait",
+            "lmcache.q.full_wait_s": 0.25,
         }
     )
-    assert settings == Settings((), "tcp://h:1", RingSettings(12, 3, 1000, False), 2.5, 1.0)
-    assert len(KNOWN) == 7, "a new switch belongs into this test"
+    assert settings == Settings((), "tcp://h:1", RingSettings(12, 3, 1000, False, 0.25), 2.5, 1.0)
+    assert len(KNOWN) == 9, "a new switch belongs into this test"
 
 
 @pytest.mark.parametrize(("given", "blocks"), [(5, 5), (0, 1), (-3, 1), ("7", 7)])
@@ -72,11 +74,19 @@ def test_whole_numbers(key: str, value: object) -> None:
         parse_settings({f"lmcache.q.{key}": value})
 
 
-@pytest.mark.parametrize("key", ["connect_timeout_s", "heartbeat_s"])
-@pytest.mark.parametrize("value", ["soon", None, 0, -1, float("nan")])
+@pytest.mark.parametrize("key", ["connect_timeout_s", "heartbeat_s", "full_wait_s"])
+@pytest.mark.parametrize("value", ["soon", None, 0, -1, float("nan"), float("inf")])
 def test_seconds(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=key):
         parse_settings({f"lmcache.q.{key}": value})
+
+
+def test_a_full_ring_drops_unless_waiting_is_asked_for() -> None:
+    assert parse_settings({}).ring.wait_s == 0
+    assert parse_settings({"lmcache.q.full_wait_s": 3}).ring.wait_s == 0
+    assert parse_settings({"lmcache.q.on_full": "wait"}).ring.wait_s == 0.1
+    with pytest.raises(ValueError, match="on_full is drop or wait, not 'block'"):
+        parse_settings({"lmcache.q.on_full": "block"})
 
 
 # --- refusals -------------------------------------------------------------------------------------

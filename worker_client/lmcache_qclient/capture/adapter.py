@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_qclient.capture.account import Account
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.in_flight import InFlight, verdict
-from lmcache_qclient.capture.ledger import FinishedChunk
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.link.health import Heartbeat
@@ -278,6 +278,11 @@ class QRingBufferAdapter:
         ):  # another class than TimeoutError before Python 3.11
             raise TimeoutError(f"store {sequence} has no answer after {timeout_s} s") from None
 
+    def wait_for_any_store(self, timeout_s: float) -> None:
+        """Wait until some store under way is answered, at most `timeout_s` seconds."""
+        futures = [item.future for item in self._in_flight.values()]
+        concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
+
     def _give_up_unanswered(self) -> None:
         """Count what nobody will wait for any more; whether it is stored after all, the worker can't know."""
         unanswered, self._in_flight = list(self._in_flight.values()), {}
@@ -300,15 +305,20 @@ class QRingBufferAdapter:
         usage = self._registration.ring.usage() if self._registration is not None else (0, 0, 0, 0)
         self._report = self.account.report(usage[0], usage[2], usage[3])
 
+    def tell_report(self) -> None:
+        """Renew the report, and send it now."""
+        self.update_report()
+        self._heartbeat.beat_now()
+
     def _settle(self, chunk: FinishedChunk, reason: LossReason | None) -> None:
         self._count(chunk, reason)
         self._free(chunk.blocks)
 
     def _count(self, chunk: FinishedChunk, reason: LossReason | None) -> None:
         if reason is None:
-            self.account.captured += chunk.tokens
+            chunk.tally.capture(chunk.tokens)
         else:
-            self.account.lose(reason, chunk.tokens)
+            chunk.tally.lose(reason, chunk.tokens)
 
     def _free(self, blocks: Sequence[int]) -> None:
         if self._registration is not None:

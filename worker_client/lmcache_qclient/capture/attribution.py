@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_qclient.capture.ledger import Run
+from lmcache_qclient.capture.step_plan import Run
 
 Slots = NDArray[np.int64]
 

@@ -4,6 +4,7 @@
     save_q_layer(name, query, slots)    for every attention layer, from inside the forward pass
     batched_submit_qstore_requests(e)   at the forward's exit: stamps, then one STORE_Q per finished chunk
     reclaim()                           gives the blocks of finished stores back
+    work_idle(ended)                    between steps, when none comes: what the next step would have done
 
 The first layer of a step attributes the rows; every later layer reuses that, so all layers put the same tokens into
 the same ring rows. A step that goes wrong is given up as a whole: its chunks are dropped and counted, the next step
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from lmcache_qclient.capture.attribution import (
     copy_runs,
     targets_of,
 )
+from lmcache_qclient.capture.full_ring import WaitForRoom
 from lmcache_qclient.capture.geometry import (
     Geometry,
     geometry_of,
@@ -38,11 +40,13 @@ from lmcache_qclient.capture.geometry import (
 from lmcache_qclient.capture.ledger import Ledger
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
-from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import NONCE_LIMIT
 
 logger = logging.getLogger(__name__)
+
+ANSWER_POLL_S = 0.05
 
 
 class QRingBufferCapture:
@@ -59,6 +63,7 @@ class QRingBufferCapture:
         self.geometry: Geometry | None = None
         self.ring: QRingBuffer | None = None
         self.ledger: Ledger | None = None
+        self._room: WaitForRoom | None = None
         self._layer_index: dict[str, int] = {}
         self._forget_step()
 
@@ -117,11 +122,12 @@ class QRingBufferCapture:
             geometry.dtype,
         )
         ring.populate(blocks.steps)
+        self._room = WaitForRoom(ring, self.adapter, self.settings.wait_s)
         self.ledger = Ledger(
             chunk_size=chunk_size,
             block_size=block_size,
             engine_block_size=geometry.engine_block_size,
-            allocate=ring.allocate,
+            allocate=self._room.allocate,
             free=ring.free,
             account=self.adapter.account,
             pieces=self.settings.tails,
@@ -148,6 +154,8 @@ class QRingBufferCapture:
         if self.ledger is None or self.ring is None:
             return
         self.ledger.give_up(LossReason.LAYER_MISSING)  # a step before that has not been closed
+        if self._room is not None:
+            self._room.step_begins()
         plan = self.ledger.begin_step(meta)
         self.ring.clear_blocks(plan.clear_blocks)
         for slot, length in plan.clear_rows:
@@ -227,6 +235,24 @@ class QRingBufferCapture:
         """Give the blocks of finished stores back, and renew the report to the server."""
         self.adapter.reclaim_finished_q_stores()
         self.adapter.update_report()
+
+    def work_idle(self, ended: Sequence[FinishedRequest] | None) -> float | None:
+        """Between steps, when none has come for a while.
+
+        Args:
+            ended: requests that have ended since the last step; None when nobody here can know, then what is complete
+                as it stands is stored as pieces.
+
+        Returns:
+            Seconds until it should be called again; None when nothing is under way.
+        """
+        if self.ledger is None:
+            return None
+        for chunk in self.ledger.hand_out_idle() if ended is None else self.ledger.end_told(ended):
+            self.adapter.submit_q_store_request(chunk)
+        if self.adapter.reclaim_finished_q_stores() or ended:
+            self.adapter.tell_report()
+        return ANSWER_POLL_S if self.adapter.stores_under_way else None
 
     def shutdown(self) -> None:
         """Store what can be stored, count the rest, leave the server."""

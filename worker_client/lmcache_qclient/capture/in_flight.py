@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from lmcache_qclient.capture.ledger import FinishedChunk
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.link.requests import ReplyFuture
 from lmcache_qprotocol.errors import QServerError
 from lmcache_qprotocol.messages import StoreResult

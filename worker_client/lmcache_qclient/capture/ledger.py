@@ -17,7 +17,7 @@ Rules (each token of [start, start + count) is counted as computed, and comes to
   position of it can be taken back, and when the token ids up to its end are known. It is a whole chunk if it has all
   rows, else a piece.
 - A row that is held by a part, or was handed out, is not captured again: it is `recomputed`. A chunk of which rows were
-  lost stays lost for its request (`_Request.closed` remembers the reason), but for parts that were complete before.
+  lost stays lost for its request (`OpenRequest.closed` remembers the reason), but for parts that were complete before.
 - Without pieces (`pieces=False`) a part begins where its chunk begins and is only handed out whole: what can't become
   whole goes to the account at once.
 - Blocks of what is handed out belong to the caller until `free`.
@@ -27,137 +27,16 @@ Rules (each token of [start, start + count) is counted as computed, and comes to
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from lmcache_qclient.capture.account import Account
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
+from lmcache_qclient.capture.open_request import OpenRequest, Part
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qprotocol.hashing import HashChain, chunk_hash
-from lmcache_qprotocol.identity import ItemIdentity
+from lmcache_qclient.capture.step_plan import Run, StepPlan
+from lmcache_qprotocol.hashing import HashChain
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import NONCE_LIMIT, first_stamp
-
-
-@dataclass(frozen=True)
-class Run:
-    """`length` neighbouring rows: cache slots, ring slots and stamps all count up by one.
-
-    A run crosses neither a block of the engine's cache nor one of the ring.
-    """
-
-    request_id: str
-    engine_slot: int
-    ring_slot: int
-    stamp: int
-    length: int
-
-
-@dataclass
-class StepPlan:
-    """What to do around one forward pass.
-
-    Attributes:
-        clear_blocks: ring blocks given to a chunk in this step; all their stamps become EMPTY before a row is written.
-        clear_rows: (ring slot, length) of rows that have been taken back; likewise.
-        runs: the rows to capture.
-    """
-
-    clear_blocks: list[int] = field(default_factory=list)
-    clear_rows: list[tuple[int, int]] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class FinishedChunk:
-    """A whole chunk, or a piece of one, ready to be stored.
-
-    Attributes:
-        request_id: for logs.
-        start, end: absolute positions.
-        chunk_hash: 32 bytes, over the chunk's tokens up to `end`.
-        cache_salt: part of the key.
-        blocks: ring blocks that hold the rows, in order; the first begins at the block boundary at or before `start`.
-        nonce: what the stamps must carry.
-        parent_hash: hash of the chunk before; None when the ledger does not do pieces.
-        piece_tokens, piece_items: the chunk's tokens up to `end`, and the items that begin among them, their offsets
-            counted from the chunk's start; both empty without `parent_hash`.
-    """
-
-    request_id: str
-    start: int
-    end: int
-    chunk_hash: bytes
-    cache_salt: str
-    blocks: tuple[int, ...]
-    nonce: int
-    parent_hash: bytes | None = None
-    piece_tokens: tuple[int, ...] = ()
-    piece_items: tuple[ItemIdentity, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are stored."""
-        return self.end - self.start
-
-
-@dataclass(eq=False)
-class _Part:
-    """Rows [first, filled) of chunk `index`; compared by identity."""
-
-    index: int
-    nonce: int
-    first: int
-    filled: int
-    blocks: list[int]
-
-
-@dataclass
-class _Request:
-    """One request.
-
-    Attributes:
-        tokens: all that are known; kept for pieces only.
-        open: by chunk, the part that grows.
-        sealed: parts that do not grow any more.
-        done: by chunk, what was handed out as pieces: absolute positions [from, to).
-        closed: chunks of which nothing more is captured, and why.
-    """
-
-    chain: HashChain
-    cache_salt: str
-    skip: LossReason | None
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    next: int = 0
-    settled: int = 0
-    open: dict[int, _Part] = field(default_factory=dict)
-    sealed: list[_Part] = field(default_factory=list)
-    done: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    closed: dict[int, LossReason] = field(default_factory=dict)
-
-    def parts(self) -> list[_Part]:
-        """All parts that own ring blocks."""
-        return [*self.sealed, *self.open.values()]
-
-    def remove(self, part: _Part) -> None:
-        """The part does not own anything any more."""
-        if self.open.get(part.index) is part:
-            del self.open[part.index]
-        else:
-            self.sealed.remove(part)
-
-    def seal(self, part: _Part) -> None:
-        """The part is complete."""
-        del self.open[part.index]
-        self.sealed.append(part)
-
-    def held(self, index: int) -> list[tuple[int, int]]:
-        """Positions [from, to) of chunk `index` that are captured, in order."""
-        spans = [(part.first, part.filled) for part in self.sealed if part.index == index]
-        part = self.open.get(index)
-        if part is not None:
-            spans.append((part.first, part.filled))
-        return sorted(spans + self.done.get(index, []))
 
 
 class Ledger:
@@ -198,9 +77,9 @@ class Ledger:
         self._allocate = allocate
         self._free = free
         self._nonce = first_nonce
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, OpenRequest] = {}
         self._stepped: dict[str, None] = {}
-        self._touched: dict[_Part, str] = {}  # part -> request id
+        self._touched: dict[Part, str] = {}  # part -> request id
         self._ready: list[FinishedChunk] = []
         self._plan = StepPlan()
 
@@ -215,8 +94,7 @@ class Ledger:
         for finished in meta.finished:
             self._finish(finished)
         if meta.untold:
-            self.account.computed += meta.untold
-            self.account.lose(LossReason.CAPTURE_DISABLED, meta.untold)
+            self.account.lose_unknown(LossReason.CAPTURE_DISABLED, meta.untold)
         for step in meta.requests:
             self._begin_request(step)
         return self._plan
@@ -234,11 +112,30 @@ class Ledger:
     def end_step(self) -> list[FinishedChunk]:
         """What can be stored now; its blocks are the caller's until it frees them."""
         for request_id in self._stepped:
-            self._collect(request_id, self._requests[request_id])
+            self._collect(self._requests[request_id])
         self._stepped.clear()
         self._touched.clear()
         ready, self._ready = self._ready, []
         return ready
+
+    def end_told(self, finished: Sequence[FinishedRequest]) -> list[FinishedChunk]:
+        """Between steps, when no further step tells of ends: what can be stored now."""
+        self._plan = StepPlan()
+        for request in finished:
+            self._finish(request)
+        return self.end_step()
+
+    def hand_out_idle(self) -> list[FinishedChunk]:
+        """Between steps, when none has come for a while: what is settled and named leaves the ring as pieces.
+
+        A request that goes on after all begins another part where this one ends.
+        """
+        if self.pieces:
+            for request in self._requests.values():
+                for part in request.parts():
+                    if part.filled <= request.named:
+                        self._hand_out(request, part)
+        return self.end_step()
 
     def flush(self, reason: LossReason = LossReason.TAIL_OFF) -> list[FinishedChunk]:
         """End all requests, at shutdown: what can be stored is returned, the rest is counted under `reason`."""
@@ -254,11 +151,11 @@ class Ledger:
     # --- one request's part ------------------------------------------------------------------------------------
 
     def _begin_request(self, step: RequestStep) -> None:
-        self.account.computed += step.count
         request = self._request(step)
+        request.tally.compute(step.count)
         self._judge(request, step)
         if request.skip is not None:
-            self.account.lose(request.skip, step.count)
+            request.tally.lose(request.skip, step.count)
             return
         self._stepped[step.request_id] = None
         if step.resumed:
@@ -279,7 +176,7 @@ class Ledger:
         request.next = end
         request.settled = max(request.settled, step.settled)
 
-    def _request(self, step: RequestStep) -> _Request:
+    def _request(self, step: RequestStep) -> OpenRequest:
         known = self._requests.get(step.request_id)
         if known is not None and not step.first:
             return known
@@ -287,12 +184,14 @@ class Ledger:
             self._end(step.request_id, None, LossReason.TAIL_OFF)
         # A request that was not announced has unknown earlier tokens: no hash of it would be right.
         skip = step.skip if step.first else LossReason.CAPTURE_DISABLED
-        request = _Request(HashChain(self.chunk_size, step.identity), step.cache_salt, skip)
+        tally = self.account.request(step.request_id)
+        chain = HashChain(self.chunk_size, step.identity)
+        request = OpenRequest(tally, chain, step.cache_salt, skip)
         request.next = step.start
         self._requests[step.request_id] = request
         return request
 
-    def _judge(self, request: _Request, step: RequestStep) -> None:
+    def _judge(self, request: OpenRequest, step: RequestStep) -> None:
         """Take the step's tokens, or disable the request: by its own wish, or because a step before has been lost."""
         if request.skip is not None:
             return
@@ -303,7 +202,7 @@ class Ledger:
         else:
             self._extend(request, step.tokens_from, step.new_tokens)
 
-    def _extend(self, request: _Request, tokens_from: int, new_tokens: Sequence[int]) -> None:
+    def _extend(self, request: OpenRequest, tokens_from: int, new_tokens: Sequence[int]) -> None:
         """Take the tokens; when they leave a gap, or no hash knows them, the request is not captured any more."""
         if tokens_from != len(request.chain):
             self._disable(request, LossReason.CAPTURE_DISABLED)
@@ -316,33 +215,33 @@ class Ledger:
         if self.pieces:
             request.tokens.extend(new_tokens)
 
-    def _disable(self, request: _Request, reason: LossReason) -> None:
+    def _disable(self, request: OpenRequest, reason: LossReason) -> None:
         """Nothing more of the request is captured, and nothing that is open is stored."""
         request.skip = reason
         for part in request.parts():
             self._drop(request, part, reason)
 
     def _fill(
-        self, step: RequestStep, request: _Request, index: int, start: int, stop: int
+        self, step: RequestStep, request: OpenRequest, index: int, start: int, stop: int
     ) -> None:
         """Give positions [start, stop) of chunk `index` their rows, or count why not."""
         if index in request.closed:
-            self.account.lose(request.closed[index], stop - start)
+            request.tally.lose(request.closed[index], stop - start)
             return
         for held_from, held_to in request.held(index):
             free_to = min(stop, held_from)
             if start < free_to and not self._capture(step, request, index, start, free_to):
-                self.account.lose(request.closed[index], stop - free_to)
+                request.tally.lose(request.closed[index], stop - free_to)
                 return
             start = max(start, free_to)
             again = max(0, min(stop, held_to) - start)
-            self.account.lose(LossReason.RECOMPUTED, again)
+            request.tally.lose(LossReason.RECOMPUTED, again)
             start += again
         if start < stop:
             self._capture(step, request, index, start, stop)
 
     def _capture(
-        self, step: RequestStep, request: _Request, index: int, start: int, stop: int
+        self, step: RequestStep, request: OpenRequest, index: int, start: int, stop: int
     ) -> bool:
         """Give rows to positions that nothing holds yet; False when they were refused, and the chunk closed."""
         part = request.open.get(index)
@@ -357,7 +256,7 @@ class Ledger:
             if not self.pieces and start != index * self.chunk_size:
                 self._refuse(request, index, stop - start, LossReason.TAIL_OFF)
                 return False
-            part = _Part(index, self._next_nonce(), start, start, [])
+            part = Part(index, self._next_nonce(), start, start, [])
             request.open[index] = part
         if not self._grow(part, stop):
             self._refuse(request, index, stop - start, LossReason.RING_FULL)
@@ -372,15 +271,15 @@ class Ledger:
         last_block = (step.start + step.count - 1) // self.engine_block_size
         return len(step.block_ids) > last_block - first_block
 
-    def _refuse(self, request: _Request, index: int, tokens: int, reason: LossReason) -> None:
+    def _refuse(self, request: OpenRequest, index: int, tokens: int, reason: LossReason) -> None:
         """Count `tokens` of chunk `index`, and what its open part has captured, as lost; close it."""
-        self.account.lose(reason, tokens)
+        request.tally.lose(reason, tokens)
         part = request.open.get(index)
         if part is not None:
             self._drop(request, part, reason)
         request.closed[index] = reason
 
-    def _grow(self, part: _Part, stop: int) -> bool:
+    def _grow(self, part: Part, stop: int) -> bool:
         need = self._blocks_up_to(part, stop) - len(part.blocks)
         blocks = self._allocate(need) if need > 0 else []
         if blocks is None:
@@ -389,22 +288,22 @@ class Ledger:
         self._plan.clear_blocks += blocks
         return True
 
-    def _first_block(self, part: _Part) -> int:
+    def _first_block(self, part: Part) -> int:
         """Which block of its chunk the part's first ring block is."""
         return (part.first - part.index * self.chunk_size) // self.block_size
 
-    def _blocks_up_to(self, part: _Part, stop: int) -> int:
+    def _blocks_up_to(self, part: Part, stop: int) -> int:
         """Ring blocks that rows [first, stop) of the part lie in."""
         end = stop - part.index * self.chunk_size
         return -(-end // self.block_size) - self._first_block(part)
 
-    def _ring_place(self, part: _Part, position: int) -> tuple[int, int]:
+    def _ring_place(self, part: Part, position: int) -> tuple[int, int]:
         """Ring slot of a position, and how many rows are left in its block."""
         block, offset = divmod(position - part.index * self.chunk_size, self.block_size)
         slot = part.blocks[block - self._first_block(part)] * self.block_size + offset
         return slot, self.block_size - offset
 
-    def _add_runs(self, step: RequestStep, part: _Part, start: int, stop: int) -> None:
+    def _add_runs(self, step: RequestStep, part: Part, start: int, stop: int) -> None:
         first_engine_block = step.start // self.engine_block_size
         position = start
         while position < stop:
@@ -421,7 +320,7 @@ class Ledger:
 
     # --- taking back, dropping, ending -------------------------------------------------------------------------
 
-    def _reopen(self, request: _Request, start: int) -> None:
+    def _reopen(self, request: OpenRequest, start: int) -> None:
         """A resumed request computes from `start` again: what was lost from there on may be captured after all.
 
         Whether its last drafts were accepted is not told any more, so their rows are taken back. A part that ends
@@ -442,13 +341,13 @@ class Ledger:
             if reason is not LossReason.RECOMPUTED and last_start >= start:
                 del request.closed[index]
 
-    def _take_back(self, request: _Request, start: int, reason: LossReason) -> None:
+    def _take_back(self, request: OpenRequest, start: int, reason: LossReason) -> None:
         """Rows from `start` on were computed with drafts that the engine did not, or may not have, accepted."""
         for part in request.parts():
             if part.filled <= start:
                 continue
             keep = max(start, part.first)
-            self.account.lose(reason, part.filled - keep)
+            request.tally.lose(reason, part.filled - keep)
             self._clear_rows(part, keep)
             part.filled = keep
             if part.filled == part.first:
@@ -456,7 +355,7 @@ class Ledger:
                 self._free(part.blocks)
         request.settled = min(request.settled, start)
 
-    def _clear_rows(self, part: _Part, start: int) -> None:
+    def _clear_rows(self, part: Part, start: int) -> None:
         position = start
         while position < part.filled:
             slot, left = self._ring_place(part, position)
@@ -464,14 +363,14 @@ class Ledger:
             self._plan.clear_rows.append((slot, length))
             position += length
 
-    def _drop(self, request: _Request, part: _Part, reason: LossReason) -> None:
-        self.account.lose(reason, part.filled - part.first)
+    def _drop(self, request: OpenRequest, part: Part, reason: LossReason) -> None:
+        request.tally.lose(reason, part.filled - part.first)
         self._free(part.blocks)
         self._touched.pop(part, None)
         request.remove(part)
         request.closed[part.index] = reason
 
-    def _drop_touched(self, parts: list[_Part], reason: LossReason) -> None:
+    def _drop_touched(self, parts: list[Part], reason: LossReason) -> None:
         for part in parts:
             self._drop(self._requests[self._touched[part]], part, reason)
 
@@ -491,81 +390,50 @@ class Ledger:
         length = len(request.chain) if num_tokens is None else num_tokens
         # The last token may have been sampled in place of a rejected draft, whose row stands there then.
         request.settled = min(length, max(request.settled, length - 1))
-        self._collect(request_id, request)
+        self._collect(request)
         for part in request.parts():
-            self._shorten(part, length, LossReason.DISCARDED_AFTER_FINISH)
+            self._shorten(request, part, length, LossReason.DISCARDED_AFTER_FINISH)
             if self.pieces:
-                self._shorten(part, request.settled, LossReason.REJECTED_DRAFT)
-                self._shorten(part, len(request.chain), reason)
+                self._shorten(request, part, request.settled, LossReason.REJECTED_DRAFT)
+                self._shorten(request, part, len(request.chain), reason)
             if self.pieces and part.first < part.filled:
-                self._hand_out(request_id, request, part)
+                self._hand_out(request, part)
             else:
                 self._drop(request, part, reason)
         for part in [part for part, name in self._touched.items() if name == request_id]:
             del self._touched[part]
         self._stepped.pop(request_id, None)
         del self._requests[request_id]
+        request.tally.end()
 
-    def _shorten(self, part: _Part, end: int, reason: LossReason) -> None:
+    def _shorten(self, request: OpenRequest, part: Part, end: int, reason: LossReason) -> None:
         """Count the part's rows from position `end` on as lost."""
         keep = max(part.first, min(part.filled, end))
-        self.account.lose(reason, part.filled - keep)
+        request.tally.lose(reason, part.filled - keep)
         part.filled = keep
 
-    def _collect(self, request_id: str, request: _Request) -> None:
+    def _collect(self, request: OpenRequest) -> None:
         """Hand out the parts that are complete, settled, and named."""
         for part in self._complete(request):
-            if part.filled <= min(request.settled, len(request.chain)):
-                self._hand_out(request_id, request, part)
+            if part.filled <= request.named:
+                self._hand_out(request, part)
 
-    def _complete(self, request: _Request) -> Iterator[_Part]:
+    def _complete(self, request: OpenRequest) -> Iterator[Part]:
         yield from list(request.sealed)
         for part in list(request.open.values()):
             if part.filled == (part.index + 1) * self.chunk_size:
                 yield part
 
-    def _hand_out(self, request_id: str, request: _Request, part: _Part) -> None:
-        request.remove(part)
-        base, end = part.index * self.chunk_size, part.filled
-        if (part.first, end) == (base, base + self.chunk_size):
-            request.closed[part.index] = LossReason.RECOMPUTED
-            name = request.chain.hashes[part.index]
-        else:
-            request.done.setdefault(part.index, []).append((part.first, end))
-            name = self._piece_hash(request, base, end)
-        needed = self._blocks_up_to(part, end)
+    def _hand_out(self, request: OpenRequest, part: Part) -> None:
+        needed = self._blocks_up_to(part, part.filled)
         self._free(part.blocks[needed:])  # they held nothing but rows that were taken back
-        self._ready.append(
-            FinishedChunk(
-                request_id,
-                part.first,
-                end,
-                name,
-                request.cache_salt,
-                tuple(part.blocks[:needed]),
-                part.nonce,
-                *self._content(request, part.index, end),
-            )
-        )
-
-    def _piece_hash(self, request: _Request, base: int, end: int) -> bytes:
-        parent = request.chain.parent(base // self.chunk_size)
-        items = request.chain.identity.items
-        return chunk_hash(parent, request.tokens[base:end], base, items)
-
-    def _content(
-        self, request: _Request, index: int, end: int
-    ) -> tuple[bytes | None, tuple[int, ...], tuple[ItemIdentity, ...]]:
-        """Parent hash, tokens, and items of a chunk up to `end`."""
-        if not self.pieces:
-            return None, (), ()
-        base = index * self.chunk_size
-        items = tuple(
-            ItemIdentity(item.kind, item.digest, item.offset - base)
-            for item in request.chain.identity.items
-            if base <= item.offset < end
-        )
-        return request.chain.parent(index), tuple(request.tokens[base:end]), items
+        chunk = request.finished(part, part.blocks[:needed], self.pieces)
+        request.remove(part)
+        if chunk.tokens == self.chunk_size:
+            request.closed[part.index] = LossReason.RECOMPUTED
+        else:
+            request.done.setdefault(part.index, []).append((chunk.start, chunk.end))
+        self._ready.append(chunk)
 
     def _next_nonce(self) -> int:
         nonce = self._nonce

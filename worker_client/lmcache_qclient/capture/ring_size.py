@@ -23,12 +23,14 @@ class RingSettings:
         depth: steps of `max_num_batched_tokens` that the ring holds.
         max_bytes: budget for the computed size.
         tails: store pieces of chunks, too: what was computed of a chunk that is not computed whole.
+        wait_s: most seconds that a step waits for room in a full ring; 0 drops at once.
     """
 
     blocks: int | None = None
     depth: int = 2
     max_bytes: int = DEFAULT_RING_BYTES
     tails: bool = True
+    wait_s: float = 0.0
 
 
 class RingBlocks(NamedTuple):

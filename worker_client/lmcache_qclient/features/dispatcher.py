@@ -10,7 +10,7 @@ import torch
 
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qclient.features.feature import Feature, Tensors
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
 
@@ -65,6 +65,12 @@ class Dispatcher:
     def reclaim(self) -> None:
         """After every step."""
         self._each(lambda feature: feature.reclaim())
+
+    def work_idle(self, ended: Sequence[FinishedRequest] | None) -> float | None:
+        """Between steps, when none has come for a while; see `Feature.work_idle`."""
+        waits: list[float | None] = []
+        self._each(lambda feature: waits.append(feature.work_idle(ended)))
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def reregister(self) -> None:
         """After the server came back."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 
 Tensors = Mapping[str, torch.Tensor]
 """What a hook can see of one attention layer: "q" `[rows, heads, head_dim]`, later also "k", "v", "o"."""
@@ -48,6 +48,17 @@ class Feature(ABC):
     @abstractmethod
     def reclaim(self) -> None:
         """After every step: take back what is free again."""
+
+    @abstractmethod
+    def work_idle(self, ended: Sequence[FinishedRequest] | None) -> float | None:
+        """Between steps, when none has come for a while.
+
+        Args:
+            ended: requests that have ended since the last step; None when nobody here can know.
+
+        Returns:
+            Seconds until it should be called again; None when nothing is left to do.
+        """
 
     @abstractmethod
     def reregister(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qclient.features.feature import Feature, Tensors
 from lmcache_qprotocol.reasons import LossReason
 
@@ -51,6 +51,10 @@ class QTensorFeature(Feature):
     def reclaim(self) -> None:
         """See `Feature`."""
         self.capture.reclaim()
+
+    def work_idle(self, ended: Sequence[FinishedRequest] | None) -> float | None:
+        """See `Feature`."""
+        return self.capture.work_idle(ended)
 
     def reregister(self) -> None:
         """See `Feature`."""

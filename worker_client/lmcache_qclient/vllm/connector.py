@@ -24,9 +24,11 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.geometry import reference_group
 from lmcache_qclient.capture.step import StepMeta
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
+from lmcache_qclient.features.idle_watch import IdleWatch
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.vllm.guard import ScheduleGuard
 from lmcache_qclient.vllm.hook import wrap_layers
+from lmcache_qclient.vllm.neighbours import announce, neighbour
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.schedule import ScheduleTracker
 from lmcache_qclient.vllm.settings import parse_settings
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 EVENT_NONE_PENDING = b""
 """On a CPU the forward pass is over when it returns."""
+ENDED_AT_ONCE = 8
+"""Requests that are ended in one portion of work between steps; a step that comes meanwhile waits for it."""
 
 
 @dataclass
@@ -60,6 +64,8 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._tracker: ScheduleGuard | None = None
         self._dispatcher: Dispatcher | None = None
         self._reference_layer: str | None = None
+        self._idle: IdleWatch | None = None
+        self._last_step: StepMeta | None = None
         if not self.settings.features:
             return
         refuse_unsupported(vllm_config)
@@ -68,6 +74,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
             self._tracker = ScheduleGuard(
                 ScheduleTracker(group_index, block_size or int(vllm_config.cache_config.block_size))
             )
+            announce(str(self._kv_transfer_config.engine_id), self._tracker)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -91,6 +98,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         names = self._dispatcher.register(kv_caches, self._cache_config, self._config)
         self._reference_layer = self._dispatcher.reference_layer()
         wrap_layers(self._config.compilation_config.static_forward_context, names, self._on_query)
+        self._idle = IdleWatch(self._work_idle)
 
     def _connect(self) -> QRingBufferAdapter:
         parallel = self._config.parallel_config
@@ -122,8 +130,28 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        if self._dispatcher is not None and isinstance(connector_metadata, QServerMetadata):
-            self._dispatcher.begin_step(connector_metadata.step)
+        if self._dispatcher is None or not isinstance(connector_metadata, QServerMetadata):
+            return
+        if self._idle is not None:
+            self._idle.step_begins()
+        self._last_step = connector_metadata.step
+        self._dispatcher.begin_step(connector_metadata.step)
+
+    def clear_connector_metadata(self) -> None:
+        """A step has ended."""
+        super().clear_connector_metadata()
+        if self._idle is not None:
+            self._idle.step_ended()
+
+    def _work_idle(self) -> float | None:
+        if self._dispatcher is None:
+            return None
+        scheduler = neighbour(str(self._kv_transfer_config.engine_id))
+        if scheduler is None:
+            return self._dispatcher.work_idle(None)
+        ended = scheduler.ended_since(self._last_step, ENDED_AT_ONCE)
+        again = self._dispatcher.work_idle(ended)
+        return 0.0 if len(ended) == ENDED_AT_ONCE else again
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
@@ -149,6 +177,8 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """The engine ends."""
+        if self._idle is not None:
+            self._idle.stop()
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.shutdown()

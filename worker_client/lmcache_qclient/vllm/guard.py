@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qclient.vllm.schedule import ScheduleTracker
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class ScheduleGuard:
 
     def __init__(self, tracker: ScheduleTracker) -> None:
         self.failures = 0
+        self._last_step: StepMeta | None = None
         self._tracker = tracker
         self._logged: set[str] = set()
 
@@ -48,10 +49,19 @@ class ScheduleGuard:
     def build(self, output: Any) -> StepMeta:
         """See `ScheduleTracker`; a step without requests when it can't be told."""
         try:
-            return self._tracker.build(output)
+            self._last_step = self._tracker.build(output)
         except Exception as error:  # noqa: BLE001 - as above
             self._failed("build_connector_meta", error)
-            return self._tracker.lose_step(output)
+            self._last_step = self._tracker.lose_step(output)
+        return self._last_step
+
+    def ended_since(self, step: StepMeta | None, most: int) -> tuple[FinishedRequest, ...]:
+        """At most `most` of the requests that have ended since the last step; none when that is not `step`.
+
+        For a worker in this process that has done `step` and sees no other come. A step that is scheduled and not done
+        yet may still compute for a request that has ended.
+        """
+        return self._tracker.take_finished(most) if step is self._last_step else ()
 
     def _failed(self, hook: str, error: Exception) -> None:
         self.failures += 1

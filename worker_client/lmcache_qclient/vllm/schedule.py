@@ -10,6 +10,9 @@ token ids may be wrong from then on, so all its later steps say `skip`, and its 
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +44,7 @@ class ScheduleTracker:
         self.group_index = group_index
         self.block_size = block_size
         self._requests: dict[str, _Tracked] = {}
-        self._finished: list[FinishedRequest] = []
+        self._finished: deque[FinishedRequest] = deque()
 
     def request_allocated(self, request: Any) -> None:
         """vLLM gives a waiting request its blocks: new, or resumed."""
@@ -73,7 +76,7 @@ class ScheduleTracker:
             if blocks is not None:
                 tracked.block_ids.extend(blocks[self.group_index])
             steps.append(self._step(request_id, tracked, start, output, resumed))
-        return StepMeta(tuple(steps), self._take_finished())
+        return StepMeta(tuple(steps), self.take_finished())
 
     def lose_step(self, output: Any) -> StepMeta:
         """What can be told of a step whose `build` has raised: who has ended before, and how many tokens it computes.
@@ -82,7 +85,7 @@ class ScheduleTracker:
         """
         for tracked in self._requests.values():
             tracked.strange = True
-        return StepMeta((), self._take_finished(), untold=_scheduled_tokens(output))
+        return StepMeta((), self.take_finished(), untold=_scheduled_tokens(output))
 
     def lose_request(self, request_id: str) -> None:
         """A request has ended and nothing of it can be told: what it has open is not to be stored."""
@@ -90,9 +93,13 @@ class ScheduleTracker:
         if tracked is not None and tracked.announced:
             self._finished.append(FinishedRequest(request_id, skip=LossReason.CAPTURE_DISABLED))
 
-    def _take_finished(self) -> tuple[FinishedRequest, ...]:
-        finished, self._finished = tuple(self._finished), []
-        return finished
+    def take_finished(self, most: int = sys.maxsize) -> tuple[FinishedRequest, ...]:
+        """The next ends that have not been told yet. Each is told once, also when two threads ask."""
+        taken: list[FinishedRequest] = []
+        with contextlib.suppress(IndexError):
+            while len(taken) < most:
+                taken.append(self._finished.popleft())
+        return tuple(taken)
 
     def _known(self, request_id: str) -> _Tracked:
         if request_id not in self._requests:

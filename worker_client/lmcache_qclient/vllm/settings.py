@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ KNOWN: dict[str, str] = {
     "lmcache.q.ring_blocks": "blocks of the ring; computed when absent",
     "lmcache.q.ring_depth": "steps of max_num_batched_tokens that the ring holds (2)",
     "lmcache.q.ring_bytes": f"most bytes of a computed ring ({DEFAULT_RING_BYTES})",
+    "lmcache.q.on_full": "when the ring is full: drop rows (counted as ring_full), or wait for stores (drop)",
+    "lmcache.q.full_wait_s": "with on_full=wait: most seconds that one step waits (0.1)",
     "lmcache.q.tails": "store chunks that were not computed whole, as pieces (true)",
     "lmcache.q.connect_timeout_s": "seconds to wait for the server at start (10)",
     "lmcache.q.heartbeat_s": "seconds between two pings (10)",
@@ -63,12 +66,21 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
                 "lmcache.q.ring_bytes", extra.get("lmcache.q.ring_bytes", DEFAULT_RING_BYTES)
             ),
             tails=_flag("lmcache.q.tails", extra.get("lmcache.q.tails", True)),
+            wait_s=_full_wait_s(extra),
         ),
         connect_timeout_s=_seconds(
             extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s
         ),
         heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
     )
+
+
+def _full_wait_s(extra: Mapping[str, Any]) -> float:
+    on_full = extra.get("lmcache.q.on_full", "drop")
+    if on_full not in ("drop", "wait"):
+        raise ValueError(f"lmcache.q.on_full is drop or wait, not {on_full!r}")
+    wait_s = _seconds(extra, "lmcache.q.full_wait_s", 0.1)
+    return wait_s if on_full == "wait" else 0.0
 
 
 def _flag(key: str, value: Any) -> bool:
@@ -94,6 +106,6 @@ def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{key} is a number of seconds, not {value!r}") from None
-    if not seconds > 0:
-        raise ValueError(f"{key} must be positive, not {value!r}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{key} must be positive and finite, not {value!r}")
     return seconds

@@ -1,0 +1,54 @@
+"""`lmcache.q.on_full=wait`: a full ring makes the engine wait a bounded time, instead of losing rows at once.
+
+It waits only for stores that are under way: their end frees blocks. When none is, nothing will be freed in this step,
+and waiting would be in vain.
+"""
+
+from __future__ import annotations
+
+import time
+
+from lmcache_qclient.capture.adapter import QRingBufferAdapter
+from lmcache_qclient.capture.ring import QRingBuffer
+
+
+class WaitForRoom:
+    """Allocates ring blocks with patience.
+
+    Args:
+        ring: whose blocks.
+        adapter: whose stores.
+        wait_s: most seconds that one step waits in all; 0 never waits.
+
+    Attributes:
+        waited_s: seconds that steps have waited so far.
+    """
+
+    def __init__(self, ring: QRingBuffer, adapter: QRingBufferAdapter, wait_s: float) -> None:
+        self.waited_s = 0.0
+        self._ring = ring
+        self._adapter = adapter
+        self._wait_s = wait_s
+        self._left_s = wait_s
+
+    def step_begins(self) -> None:
+        """The step's patience is whole again."""
+        self._left_s = self._wait_s
+
+    def allocate(self, n: int) -> list[int] | None:
+        """As `QRingBuffer.allocate`, but waits for stores under way before it gives up."""
+        blocks = self._ring.allocate(n)
+        while blocks is None and self._may_wait(n):
+            began = time.monotonic()
+            self._adapter.wait_for_any_store(self._left_s)
+            self._adapter.reclaim_finished_q_stores()
+            taken = time.monotonic() - began
+            self._left_s -= taken
+            self.waited_s += taken
+            blocks = self._ring.allocate(n)
+        return blocks
+
+    def _may_wait(self, n: int) -> bool:
+        if self._left_s <= 0 or n > self._ring.num_blocks:
+            return False
+        return self._adapter.stores_under_way > 0
