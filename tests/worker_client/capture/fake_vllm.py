@@ -66,6 +66,8 @@ def vllm_config(
     batched: int | None = 512,
     seqs: int = 8,
     revision: str | None = None,
+    layers: int = 1000,
+    speculative: Any = None,
 ) -> Any:
     """`VllmConfig`; `heads` are this rank's."""
     return SimpleNamespace(
@@ -74,12 +76,14 @@ def vllm_config(
             get_head_size=lambda: head_dim,
             dtype=dtype,
             revision=revision,
+            get_total_num_hidden_layers=lambda: layers,
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp, pipeline_parallel_size=pp, rank=rank
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batched, max_num_seqs=seqs),
         cache_config=SimpleNamespace(block_size=block_size),
+        speculative_config=speculative,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_qclient.capture.attribution import attribute, copy_runs, targets_of
+from lmcache_qclient.capture.attribution import attribute, targets_of
 from lmcache_qclient.capture.step_plan import Run
 
 seeds = st.integers(0, 1 << 32)
@@ -97,22 +97,3 @@ def test_no_targets_drop_every_row() -> None:
 
 def test_slot_zero_is_a_slot_and_padding_is_not() -> None:
     assert attributed([-1, 0, -1], [Run("a", 0, 7, 5, 1)]) == ({1: (7, 5)}, ())
-
-
-@given(
-    st.lists(st.integers(-1, 40), max_size=60).map(lambda slots: np.array(slots, dtype=np.int64)),
-    st.integers(1, 8),
-)
-def test_copy_runs_are_the_mapping_and_cross_no_block(slots: np.ndarray, block_size: int) -> None:
-    runs = copy_runs(slots, block_size)
-    spelled = [(run.row + i, run.slot + i) for run in runs for i in range(run.length)]
-    assert spelled == [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
-    for run in runs:
-        assert run.length > 0
-        assert run.slot // block_size == (run.slot + run.length - 1) // block_size
-
-
-@given(st.integers(1, 50), st.integers(1, 8), st.integers(0, 20))
-def test_copy_runs_join_all_that_can_be_joined(rows: int, block_size: int, first: int) -> None:
-    runs = copy_runs(np.arange(first, first + rows), block_size)
-    assert len(runs) == (first + rows - 1) // block_size - first // block_size + 1

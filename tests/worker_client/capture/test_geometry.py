@@ -100,7 +100,37 @@ def test_attention_layers(config: object, expected: list[str]) -> None:
     ids=["none", "mamba", "sliding only", "C10 full behind sliding", "C9 own block", "uniform"],
 )
 def test_reference_group(groups: list[object], expected: tuple[int, int, str | None]) -> None:
-    assert reference_group(cache_config(*groups)) == expected
+    assert reference_group(cache_config(*groups), vllm_config()) == expected
+
+
+DRAFTS = [*layer_names(2, first=6), "mtp.layers.0.self_attn.attn", "draft_model.layers.3.attn"]
+
+
+def test_layers_of_a_draft_model_are_not_captured() -> None:
+    groups = cache_config(
+        group(FullAttentionSpec(32), DRAFTS[:1]),
+        group(FullAttentionSpec(16), [DRAFTS[1], *NAMES, *DRAFTS[2:]]),
+    )
+    config = vllm_config(layers=6, speculative=object())
+    geometry = geometry_of(caches([*DRAFTS, *NAMES]), groups, config)
+    assert geometry is not None
+    assert geometry.layer_names == tuple(NAMES)
+    assert (geometry.group_index, geometry.engine_block_size) == (1, 16)
+    assert geometry.reference_layer == NAMES[0]
+
+
+def test_without_a_draft_model_every_layer_is_the_models_own() -> None:
+    groups = cache_config(group(FullAttentionSpec(16), [*NAMES, *DRAFTS[:2]]))
+    geometry = geometry_of(caches([*NAMES, *DRAFTS[:2]]), groups, vllm_config(layers=6))
+    assert geometry is not None
+    assert len(geometry.layer_names) == 8
+
+
+def test_two_layers_with_one_number_are_refused() -> None:
+    names = [*NAMES, "encoder.layers.3.attn"]
+    groups = cache_config(group(FullAttentionSpec(16), names))
+    with pytest.raises(NotImplementedError, match=r"encoder\.layers\.3\.attn have one number"):
+        geometry_of(caches(names), groups, vllm_config())
 
 
 @pytest.mark.parametrize(

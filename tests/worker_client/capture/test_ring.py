@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_qclient.capture.attribution import copy_runs
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qprotocol.stamps import EMPTY
 
@@ -141,6 +140,11 @@ def test_usage_counts_blocks(caplog: pytest.LogCaptureFixture) -> None:
     assert ring.usage() == (4, 3, 1, 3)
 
 
+def as_on_a_device(ring: QRingBuffer) -> None:
+    """Write by torch alone, as on a device that NumPy can't reach."""
+    ring._host_bits = None
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -151,7 +155,7 @@ def test_usage_counts_blocks(caplog: pytest.LogCaptureFixture) -> None:
     st.sampled_from(["same", torch.float32, torch.bfloat16]),
     st.integers(1, 4),
 )
-def test_scatter_and_write_runs_equal_the_naive_loop(
+def test_scatter_equals_the_naive_loop_on_the_host_and_as_on_a_device(
     seed: int, dtype: torch.dtype, source: Any, block_size: int
 ) -> None:
     random = Random(seed)
@@ -170,12 +174,11 @@ def test_scatter_and_write_runs_equal_the_naive_loop(
         if slot >= 0:
             cast = query[row].reshape(-1).to(dtype)
             expected[slot // block_size, layer, slot % block_size] = cast
-    for way in ("scatter", "runs"):
+    for way in ("host", "device"):
         ring = QRingBuffer(layers, blocks, block_size, heads * head_dim, dtype)
-        if way == "scatter":
-            ring.scatter(layer, query, torch.tensor(slots, dtype=torch.int64))
-        else:
-            ring.write_runs(layer, query, copy_runs(np.array(slots, dtype=np.int64), block_size))
+        if way == "device":
+            as_on_a_device(ring)
+        ring.scatter(layer, query, torch.tensor(slots, dtype=torch.int64))
         assert np.array_equal(rows_of(ring), bits_of(expected)), way
         ring.close()
 
@@ -183,13 +186,11 @@ def test_scatter_and_write_runs_equal_the_naive_loop(
 def test_nan_payloads_and_negative_zero_keep_their_bits() -> None:
     """C23: bits are moved, not values."""
     bits = torch.tensor([[0x3E25, -0x8000, 0x7FC1, 0x0001]], dtype=torch.int16)
-    for write in ("scatter", "runs"):
+    for way in ("host", "device"):
         ring = QRingBuffer(1, 1, 1, 4, torch.bfloat16)
-        query = bits.view(torch.bfloat16)
-        if write == "scatter":
-            ring.scatter(0, query, torch.tensor([0]))
-        else:
-            ring.write_runs(0, query, copy_runs(np.array([0]), 1))
+        if way == "device":
+            as_on_a_device(ring)
+        ring.scatter(0, bits.view(torch.bfloat16), torch.tensor([0]))
         assert rows_of(ring)[0, 0, 0].tolist() == [0x3E25, 0x8000, 0x7FC1, 0x0001]
 
 
@@ -211,12 +212,11 @@ def test_a_slot_beyond_the_ring_reaches_no_real_row(slot: int) -> None:
 def test_a_query_that_is_no_contiguous_tensor_and_wants_gradients() -> None:
     wide = torch.arange(48, dtype=torch.float32).reshape(4, 12).requires_grad_()
     query = wide.as_strided((4, 2, 3), (12, 3, 1), 3)
-    for write in ("scatter", "runs"):
+    for way in ("host", "device"):
         ring = QRingBuffer(1, 4, 1, 6, torch.float32)
-        if write == "scatter":
-            ring.scatter(0, query, torch.arange(4))
-        else:
-            ring.write_runs(0, query, copy_runs(np.arange(4), 1))
+        if way == "device":
+            as_on_a_device(ring)
+        ring.scatter(0, query, torch.arange(4))
         stored = ring.tensors["lmcache_q_layer_0"]
         assert torch.equal(stored[:, 0], wide.detach()[:, 3:9])
         assert not stored.requires_grad
@@ -227,8 +227,6 @@ def test_a_wrong_width_says_what_to_check(shape: tuple[int, ...]) -> None:
     ring = QRingBuffer(1, 2, 2, 6, torch.float32)
     with pytest.raises(ValueError, match=r"head count.*head size"):
         ring.scatter(0, torch.ones(shape), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"head count.*head size"):
-        ring.write_runs(0, torch.ones(shape), copy_runs(np.arange(2), 2))
     assert not rows_of(ring).any()
 
 
@@ -237,8 +235,6 @@ def test_a_wrong_layer_index(layer: int) -> None:
     ring = QRingBuffer(2, 2, 2, 6)
     with pytest.raises(ValueError, match="layer index"):
         ring.scatter(layer, torch.ones(1, 6), torch.tensor([0]))
-    with pytest.raises(ValueError, match="layer index"):
-        ring.write_runs(layer, torch.ones(1, 6), copy_runs(np.arange(1), 2))
 
 
 # --- stamps ---------------------------------------------------------------------------------------

@@ -102,27 +102,3 @@ def attribute(slot_mapping: Slots, targets: Targets) -> Attribution:
         np.where(good, targets.stamps[place], -1),
         tuple(targets.request_ids[owner] for owner in bad_owners),
     )
-
-
-@dataclass(frozen=True)
-class CopyRun:
-    """Rows [row, row + length) of the query go to ring slots [slot, slot + length), inside one ring block."""
-
-    row: int
-    slot: int
-    length: int
-
-
-def copy_runs(ring_slots: Slots, block_size: int) -> list[CopyRun]:
-    """Neighbouring rows with neighbouring slots, joined."""
-    rows = np.flatnonzero(ring_slots >= 0)
-    if not len(rows):
-        return []
-    slots = ring_slots[rows]
-    breaks = (np.diff(rows) != 1) | (np.diff(slots) != 1) | (slots[1:] % block_size == 0)
-    starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    lengths = np.diff(np.concatenate([starts, [len(rows)]]))
-    return [
-        CopyRun(int(row), int(slot), int(length))
-        for row, slot, length in zip(rows[starts], slots[starts], lengths, strict=True)
-    ]

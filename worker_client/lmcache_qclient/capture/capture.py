@@ -18,18 +18,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.attribution import (
-    Attribution,
-    CopyRun,
-    Targets,
-    attribute,
-    copy_runs,
-    targets_of,
-)
+from lmcache_qclient.capture.attribution import Targets, targets_of
 from lmcache_qclient.capture.full_ring import WaitForRoom
 from lmcache_qclient.capture.geometry import (
     Geometry,
@@ -41,6 +33,7 @@ from lmcache_qclient.capture.ledger import Ledger
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
+from lmcache_qclient.capture.step_rows import HostRows, StepRows
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import NONCE_LIMIT
 
@@ -65,13 +58,12 @@ class QRingBufferCapture:
         self.ledger: Ledger | None = None
         self._room: WaitForRoom | None = None
         self._layer_index: dict[str, int] = {}
+        self._rows_kind: type[StepRows] = HostRows
         self._forget_step()
 
     def _forget_step(self) -> None:
         self._targets: Targets | None = None
-        self._rows: Attribution | None = None
-        self._runs: list[CopyRun] = []
-        self._rows_needed = 0
+        self._rows: StepRows | None = None
         self._layers_written: set[int] = set()
 
     def setup_q_ring(
@@ -174,27 +166,16 @@ class QRingBufferCapture:
             slot_mapping: int64 `[rows]`, cache slots of the reference layer; -1 for padding.
         """
         layer = self._layer_index.get(layer_name)
-        if self._targets is None or self.ring is None or layer is None or slot_mapping is None:
+        if self._targets is None or layer is None or slot_mapping is None:
             return
-        if self._rows is None:
-            self._attribute(slot_mapping[: len(query)])
-        if len(query) < self._rows_needed:
-            raise ValueError(
-                f"{layer_name} brought {len(query)} rows, the step needs {self._rows_needed}"
-            )
-        self.ring.write_runs(layer, query, self._runs)
-        self._layers_written.add(layer)
-
-    def _attribute(self, slot_mapping: torch.Tensor) -> None:
-        assert self._targets is not None
-        assert self.ledger is not None
         assert self.ring is not None
-        rows = attribute(slot_mapping.numpy(), self._targets)
-        for request_id in rows.unmatched:
-            self.ledger.leave_out(request_id, LossReason.UNMATCHED)
-        self._rows = rows
-        self._runs = copy_runs(rows.ring_slots, self.ring.block_size)
-        self._rows_needed = max((run.row + run.length for run in self._runs), default=0)
+        assert self.ledger is not None
+        if self._rows is None:
+            self._rows = self._rows_kind(self.ring, slot_mapping[: len(query)], self._targets)
+            for request_id in self._rows.unmatched:
+                self.ledger.leave_out(request_id, LossReason.UNMATCHED)
+        self._rows.write(layer, query)
+        self._layers_written.add(layer)
 
     def give_up_step(self, reason: LossReason) -> None:
         """Drop what this step has captured; the next step starts clean."""
@@ -225,11 +206,7 @@ class QRingBufferCapture:
         elif len(self._layers_written) != self.ring.num_layers or self._rows is None:
             self.ledger.give_up(LossReason.LAYER_MISSING)
         else:
-            kept = np.flatnonzero(self._rows.ring_slots >= 0)
-            self.ring.stamp(
-                torch.from_numpy(self._rows.ring_slots[kept]),
-                torch.from_numpy(self._rows.stamps[kept]),
-            )
+            self._rows.stamp()
 
     def reclaim(self) -> None:
         """Give the blocks of finished stores back, and renew the report to the server."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lmcache_qclient.capture.draft_layers import without_drafts
 from lmcache_qprotocol.layout import Layout
 
 
@@ -70,6 +71,22 @@ def layers_without_group(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> 
     return tuple(name for name in kv_caches if name not in named) if groups else ()
 
 
+def check_numbers(names: Sequence[str]) -> None:
+    """Stored layers are told apart by their numbers: make sure that no two have the same.
+
+    Raises:
+        NotImplementedError: two do, as an encoder's and a decoder's may.
+    """
+    seen: dict[int, str] = {}
+    for name in names:
+        other = seen.setdefault(layer_id(name), name)
+        if other != name:
+            raise NotImplementedError(
+                f"the attention layers {other} and {name} have one number, so their queries could not be told apart. "
+                "Set lmcache.mp.transfer_intermediate_tensors to false"
+            )
+
+
 def check_heads(names: Iterable[str], layout: Layout, vllm_config: Any) -> None:
     """A ring has one width of rows: make sure that every layer has the heads that the model's configuration says.
 
@@ -90,23 +107,27 @@ def check_heads(names: Iterable[str], layout: Layout, vllm_config: Any) -> None:
             )
 
 
-def reference_group(kv_cache_config: Any) -> tuple[int, int, str | None]:
+def reference_group(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int, str | None]:
     """The group whose blocks and slots attribute rows: the first with full attention, else the first with attention.
+
+    A group that holds layers of a draft model only does not count.
 
     Returns:
         Its index, its block size in tokens, and its first layer; (0, 0, None) when there are no attention groups.
     """
-    groups = list(getattr(kv_cache_config, "kv_cache_groups", None) or ())
-    attention = [
-        index for index, group in enumerate(groups) if _holds(group.kv_cache_spec, "AttentionSpec")
-    ]
-    if not attention:
-        return 0, 0, None
-    full = [
-        index for index in attention if _holds(groups[index].kv_cache_spec, "FullAttentionSpec")
-    ]
-    index = (full or attention)[0]
-    return index, int(groups[index].kv_cache_spec.block_size), groups[index].layer_names[0]
+    best: tuple[int, int, str | None] = (0, 0, None)
+    for index, group in enumerate(getattr(kv_cache_config, "kv_cache_groups", None) or ()):
+        if not _holds(group.kv_cache_spec, "AttentionSpec"):
+            continue
+        own = without_drafts(group.layer_names, vllm_config, layer_id)
+        if not own:
+            continue
+        found = index, int(group.kv_cache_spec.block_size), own[0]
+        if _holds(group.kv_cache_spec, "FullAttentionSpec"):
+            return found
+        if best[2] is None:
+            best = found
+    return best
 
 
 def layer_id(layer_name: str) -> int:
@@ -127,12 +148,13 @@ def geometry_of(
     """Read this rank's geometry; None when it has no attention layer.
 
     Raises:
-        NotImplementedError: see `check_heads`.
+        NotImplementedError: see `check_numbers` and `check_heads`.
     """
-    names = attention_layers(kv_caches, kv_cache_config)
+    names = without_drafts(attention_layers(kv_caches, kv_cache_config), vllm_config, layer_id)
     if not names:
         return None
-    group_index, block_size, reference = reference_group(kv_cache_config)
+    check_numbers(names)
+    group_index, block_size, reference = reference_group(kv_cache_config, vllm_config)
     if reference is None or reference not in names:
         reference = names[0]
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

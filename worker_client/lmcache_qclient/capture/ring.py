@@ -22,13 +22,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmcache_qclient.capture.attribution import CopyRun
 from lmcache_qclient.capture.blocks import BlockAllocator
 from lmcache_qclient.capture.ring_memory import RingMemory
 from lmcache_qprotocol.stamps import EMPTY, STAMP_BYTES
 
 PAGE = 4096
 _UINT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor there, without waiting for the device: only a copy out of pinned memory waits for nothing."""
+    if tensor.device == device or device.type in ("cpu", "meta"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class RingUsage(NamedTuple):
@@ -46,11 +52,9 @@ class RowIndex:
 
     Attributes:
         base: int64 `[rows]`, flat row index of layer 0; the trash row or beyond for dropped rows.
-        ring_slots: int64 `[rows]`, on the ring's device.
     """
 
     base: torch.Tensor
-    ring_slots: torch.Tensor
 
 
 class QRingBuffer:
@@ -107,9 +111,7 @@ class QRingBuffer:
             f"lmcache_q_layer_{layer}": blocks[:, layer] for layer in range(num_layers)
         }
         self._stamps = self.flat_stamps[:-1].view(num_blocks, block_size)
-        self._bits = (
-            blocks.view(_UINT_OF_SIZE[dtype.itemsize]).numpy() if self.memory is not None else None
-        )
+        self._host_bits = self._flat_bits.numpy() if self.memory is not None else None
 
     def _allocate_memory(self) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -157,35 +159,23 @@ class QRingBuffer:
 
     def index(self, ring_slots: torch.Tensor) -> RowIndex:
         """The part of `scatter` that is the same for every layer."""
-        slots = ring_slots.to(self.device, non_blocking=True)
+        slots = to_device(ring_slots, self.device)
         block = torch.div(slots, self.block_size, rounding_mode="floor")
         base = slots + block * ((self.num_layers - 1) * self.block_size)
-        return RowIndex(torch.where(slots < 0, self._trash_row, base), slots)
+        return RowIndex(torch.where(slots < 0, self._trash_row, base))
 
     def write(self, layer_index: int, query: torch.Tensor, index: RowIndex) -> None:
-        """`scatter` with a prepared index; never waits for the device."""
+        """`scatter` with a prepared index; never waits for the device. Rows beyond the index are padding."""
         rows = self._rows(layer_index, query)
-        target = torch.clamp(index.base + layer_index * self.block_size, max=self._trash_row)
         # As integers of the same size: torch copies no fp8 by index.
-        bits = rows[: len(target)].detach().to(self.dtype).view(self._flat_bits.dtype)
-        self._flat_bits.index_copy_(0, target, bits)
-
-    def write_runs(self, layer_index: int, query: torch.Tensor, runs: Sequence[CopyRun]) -> None:
-        """`scatter` by plain copies of neighbouring rows: the fast way on a CPU."""
-        rows = self._rows(layer_index, query)
-        if self._bits is None or rows.dtype != self.dtype or rows.device.type != "cpu":
-            layer = self.tensors[f"lmcache_q_layer_{layer_index}"]
-            for run in runs:
-                block, offset = divmod(run.slot, self.block_size)
-                layer[block, offset : offset + run.length] = rows[run.row : run.row + run.length]
-            return
-        source = rows.detach().view(_UINT_OF_SIZE[self.dtype.itemsize]).numpy()
-        for run in runs:
-            block, offset = divmod(run.slot, self.block_size)
-            np.copyto(
-                self._bits[block, layer_index, offset : offset + run.length],
-                source[run.row : run.row + run.length],
-            )
+        bits = rows[: len(index.base)].detach().to(self.dtype).view(self._flat_bits.dtype)
+        offset = layer_index * self.block_size
+        if self._host_bits is None:
+            target = torch.clamp(index.base + offset, max=self._trash_row)
+            self._flat_bits.index_copy_(0, target, bits)
+        else:
+            # NumPy's indexed assignment costs a fifth of torch's for a few rows, and half for many.
+            self._host_bits[np.minimum(index.base.numpy() + offset, self._trash_row)] = bits.numpy()
 
     def _rows(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
         if not 0 <= layer_index < self.num_layers:
@@ -203,18 +193,20 @@ class QRingBuffer:
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Set the stamps of whole blocks to EMPTY, before any of their rows is written."""
         if block_ids:
-            self._stamps[torch.tensor(block_ids, device=self.device)] = EMPTY
+            self._stamps.index_fill_(0, to_device(torch.tensor(block_ids), self.device), EMPTY)
 
     def clear_rows(self, ring_slot: int, length: int) -> None:
         """Set the stamps of `length` neighbouring slots to EMPTY."""
         self.flat_stamps[ring_slot : ring_slot + length] = EMPTY
 
     def stamp(self, ring_slots: torch.Tensor, stamps: torch.Tensor) -> None:
-        """Stamp rows, after the last layer has been written. Both int64 `[rows]`; slot -1 stamps nothing."""
+        """Stamp rows, after the last layer has been written.
+
+        Args:
+            ring_slots, stamps: int64 `[rows]`, on the ring's device; slot -1 stamps nothing.
+        """
         trash = self.num_blocks * self.block_size
-        self.flat_stamps.index_copy_(
-            0, torch.where(ring_slots < 0, trash, ring_slots), stamps.to(self.device)
-        )
+        self.flat_stamps.index_copy_(0, torch.where(ring_slots < 0, trash, ring_slots), stamps)
 
     def populate(self, num_blocks: int) -> None:
         """Touch the memory of the first `num_blocks` blocks, and all stamps, ahead of use."""

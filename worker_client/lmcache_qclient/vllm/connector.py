@@ -70,7 +70,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         refuse_unsupported(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
-            group_index, block_size, _ = reference_group(kv_cache_config)
+            group_index, block_size, _ = reference_group(kv_cache_config, vllm_config)
             self._tracker = ScheduleGuard(
                 ScheduleTracker(group_index, block_size or int(vllm_config.cache_config.block_size))
             )

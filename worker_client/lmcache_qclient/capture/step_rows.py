@@ -1,0 +1,95 @@
+"""The rows of one step: found by the step's first layer, written by every layer, stamped after the last.
+
+Two ways to find them. Where the slot mapping lies in host memory, `HostRows` knows whose rows are missing. Where it is
+on a device, `DeviceRows` must not look (that would wait for the device): a row that can't be found, or is there twice,
+gets no stamp, and the server refuses the chunk that it belongs to. Either way a row is right or absent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from lmcache_qclient.capture.attribution import Targets, attribute
+from lmcache_qclient.capture.ring import QRingBuffer, to_device
+
+
+class StepRows(ABC):
+    """See the head of this file.
+
+    Args:
+        ring: where the rows go.
+        slot_mapping: int64 `[rows]`, the cache slot of each row of the forward pass; -1 for padding.
+        targets: what the step wants.
+
+    Attributes:
+        unmatched: requests of which it is known that rows are missing, or there more than once; they are written to no
+            real row.
+    """
+
+    unmatched: tuple[str, ...] = ()
+
+    def __init__(self, ring: QRingBuffer, slot_mapping: torch.Tensor, targets: Targets) -> None:
+        self._ring = ring
+        self._rows = len(slot_mapping)
+        self._ring_slots, self._stamps = self._find(slot_mapping, targets)
+        self._index = ring.index(self._ring_slots)
+
+    @abstractmethod
+    def _find(
+        self, slot_mapping: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ring slot (-1: dropped) and stamp of each row; int64 `[rows]` on the ring's device."""
+
+    def write(self, layer: int, query: torch.Tensor) -> None:
+        """Write one layer's rows; rows of the query beyond the slot mapping are padding.
+
+        Raises:
+            ValueError: there are fewer rows than the first layer had.
+        """
+        if len(query) < self._rows:
+            raise ValueError(
+                f"layer {layer} of the ring brought {len(query)} rows, the step's first one {self._rows}"
+            )
+        self._ring.write(layer, query, self._index)
+
+    def stamp(self) -> None:
+        """All layers are written."""
+        self._ring.stamp(self._ring_slots, self._stamps)
+
+
+class HostRows(StepRows):
+    """The slot mapping lies in host memory."""
+
+    def _find(
+        self, slot_mapping: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = attribute(slot_mapping.numpy(), targets)
+        self.unmatched = found.unmatched
+        return torch.from_numpy(found.ring_slots), torch.from_numpy(found.stamps)
+
+
+class DeviceRows(StepRows):
+    """The slot mapping lies on a device, where nothing may be looked at."""
+
+    def _find(
+        self, slot_mapping: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted, slots, stamps = (
+            to_device(torch.from_numpy(rows), self._ring.device)
+            for rows in (targets.engine_slots, targets.ring_slots, targets.stamps)
+        )
+        place = torch.searchsorted(wanted, slot_mapping.contiguous()).clamp_(max=len(targets) - 1)
+        found = wanted.index_select(0, place) == slot_mapping
+        hits = torch.zeros_like(wanted).index_add_(0, place, found.to(torch.int64))
+        # A slot that is wanted twice has its hit at the first of both places: neither may count.
+        twice = torch.zeros_like(wanted)
+        same = (wanted[1:] == wanted[:-1]).to(torch.int64)
+        twice[1:] += same
+        twice[:-1] += same
+        good = found & (hits.index_select(0, place) == 1) & (twice.index_select(0, place) == 0)
+        return (
+            torch.where(good, slots.index_select(0, place), -1),
+            torch.where(good, stamps.index_select(0, place), -1),
+        )
