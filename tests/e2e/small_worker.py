@@ -40,10 +40,19 @@ def rows(positions: Sequence[int], layer: int) -> torch.Tensor:
 
 
 class SmallWorker:
-    """One worker of model `MODEL`."""
+    """One worker of model `MODEL`.
+
+    Args:
+        layers: global numbers of the layers that it has.
+    """
 
     def __init__(
-        self, url: str, instance_id: str = "small-0", ring_blocks: int = 64, tails: bool = True
+        self,
+        url: str,
+        instance_id: str = "small-0",
+        ring_blocks: int = 64,
+        tails: bool = True,
+        layers: Sequence[int] = range(LAYERS),
     ) -> None:
         self.account = Account()
         self.adapter = QRingBufferAdapter(
@@ -58,8 +67,8 @@ class SmallWorker:
         self.capture = QRingBufferCapture(
             self.adapter, RingSettings(blocks=ring_blocks, tails=tails)
         )
-        names = layer_names(LAYERS)
-        self.names = names
+        names = [layer_names(1, first=number)[0] for number in layers]
+        self.names = dict(zip(layers, names, strict=True))
         self.capture.setup_q_ring(
             caches(names),
             cache_config(group(FullAttentionSpec(BLOCK), names)),
@@ -85,7 +94,7 @@ class SmallWorker:
         self.capture.begin_step(StepMeta((step,)))
         order = list(reversed(range(cached, len(tokens))))
         slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in order])
-        for layer, name in enumerate(self.names):
+        for layer, name in self.names.items():
             self.capture.save_q_layer(name, rows(order, layer), slots)
 
     def finish_step(self) -> None:

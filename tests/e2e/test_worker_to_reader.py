@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,9 @@ def daemon() -> Iterator[RunningDaemon]:
         yield running
 
 
-def expected(tokens: int) -> torch.Tensor:
+def expected(tokens: int, layers: Sequence[int] = range(LAYERS)) -> torch.Tensor:
     """`[layers, tokens, heads, head_dim]`."""
-    return torch.stack([rows(range(tokens), layer) for layer in range(LAYERS)])
+    return torch.stack([rows(range(tokens), layer) for layer in layers])
 
 
 def test_every_row_comes_back(daemon: RunningDaemon) -> None:
@@ -78,6 +78,66 @@ def test_c35_one_token_more_than_a_chunk() -> None:
         worker.capture.shutdown()
     assert (found.num_tokens, found.missing) == (257, ())
     assert torch.equal(found.tensor, expected(257))
+
+
+def test_c28_some_layers_and_the_same_prompt_again_from_the_prefix_cache(
+    daemon: RunningDaemon,
+) -> None:
+    """The second time all but the last token comes from the engine's cache; the result is as long as the prompt."""
+    layers = (1, 9, 17, 25)
+    worker = SmallWorker(daemon.url, layers=layers)
+    for number, cached in enumerate((0, 192)):
+        worker.prefill(f"r{number}", TOKENS, cached=cached)
+        worker.finish_step()
+        worker.settle(f"r{number}")
+        with connect(daemon.url, daemon.http_url, MODEL) as cache:
+            found = cache.retrieve(TOKENS)
+            assert torch.equal(found.tensor, expected(len(TOKENS), layers))
+    assert worker.account.captured == len(TOKENS) + len(TOKENS) - 192
+    worker.capture.shutdown()
+
+
+def test_c29_batches_again_and_again_return_their_own(daemon: RunningDaemon) -> None:
+    """Nothing of a call before shows in the next: lengths, chunks and tokens differ each time."""
+    worker = SmallWorker(daemon.url)
+    asked: list[list[int]] = []
+    for call in range(3):
+        batch = [
+            list(range(9000 * call + 700 * n, 9000 * call + 700 * n + 70 + 50 * call + n))
+            for n in range(3)
+        ]
+        for number, tokens in enumerate(batch):
+            worker.prefill(f"r{number}", tokens)
+            worker.finish_step()
+        for number in range(len(batch)):
+            worker.settle(f"r{number}")
+        asked += batch
+        with connect(daemon.url, daemon.http_url, MODEL) as cache:
+            for tokens in asked:
+                found = cache.retrieve(tokens)
+                assert (found.num_tokens, found.missing) == (len(tokens), ())
+                assert torch.equal(found.tensor, expected(len(tokens)))
+    worker.capture.shutdown()
+
+
+def test_c32_445_chunks_of_one_client_read_in_one_request() -> None:
+    """107,000 tokens in one retrieve; every store is answered, and no ring block stays behind."""
+    tokens = list(range(445 * 256))
+    with running_daemon(chunk_size=256, pool_bytes=256 << 20) as daemon:
+        worker = SmallWorker(daemon.url, ring_blocks=445 * 16)
+        worker.prefill("a", tokens)
+        worker.finish_step()
+        worker.settle("a")
+        assert (worker.account.captured, worker.account.pending) == (len(tokens), 0)
+        ring = worker.capture.ring
+        assert ring is not None
+        assert ring.num_free_blocks() == ring.num_blocks
+        assert daemon.metrics()['lmcache_mp_store_chunks_total{outcome="stored"}'] == 445
+        with connect(daemon.url, daemon.http_url, MODEL) as cache:
+            found = cache.retrieve(tokens[:107_000])
+        worker.capture.shutdown()
+    assert (found.num_tokens, found.missing) == (107_000, ())
+    assert torch.equal(found.tensor, expected(107_000))
 
 
 def test_a_short_question_after_a_long_cached_system_prompt() -> None:
