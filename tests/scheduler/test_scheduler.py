@@ -18,7 +18,7 @@ from tests.scheduler.scenario import FAMILIES, Family, Scenario, draw
 
 pytestmark = pytest.mark.vllm
 
-STEPS = int(os.environ.get("QSERVER_SCHEDULER_STEPS", "2000"))
+STEPS = int(os.environ.get("QSERVER_SCHEDULER_STEPS", "10000"))
 by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
