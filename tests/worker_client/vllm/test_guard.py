@@ -125,3 +125,36 @@ def test_each_hook_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFixtu
             engine.guard.request_finished(SimpleNamespace())
     assert len(caplog.records) == 2
     assert engine.guard.failures == 6
+
+
+# --- asked between steps --------------------------------------------------------------------------
+
+
+def test_between_steps_each_end_is_told_once_and_no_more_than_asked_for(engine: Engine) -> None:
+    for name in "abc":
+        ended = engine.start(name, 6)
+        engine.guard.request_finished(ended)
+        meta = engine.tell(output({}))
+        assert [one.request_id for one in meta.finished] == [name]
+    for name in "def":
+        engine.start(name, 4)
+    meta = engine.tell(output({}))
+    for name in "def":
+        engine.guard.request_finished(engine.guard._tracker._requests[name].request)
+    told = [[one.request_id for one in engine.guard.ended_since(meta, most=2)] for _ in range(3)]
+    assert told == [["d", "e"], ["f"], []]
+    assert engine.tell(output({})).finished == ()
+
+
+def test_while_a_later_step_is_under_way_no_end_is_told(engine: Engine) -> None:
+    a = engine.start("a", 6)
+    done = engine.guard.build(output({"a": 1}, old=cached(("a", 6, None))))
+    engine.guard.request_finished(a)
+    engine.guard.build(output({}))
+    b = Request("b", list(range(4)))
+    engine.guard.request_allocated(b)
+    engine.guard.build(output({"b": 4}, (new("b", 0, [11]),)))
+    engine.guard.request_finished(b)
+    assert engine.guard.ended_since(done, most=9) == ()
+    assert engine.guard.ended_since(None, most=9) == ()
+    assert [one.request_id for one in engine.tell(output({})).finished] == ["b"]
