@@ -44,18 +44,18 @@ class Case:
         max_tokens: tokens to sample per request.
         more: more of the job.
         must_lose: reasons that must show, else the case did not happen.
+        shared: tokens of a system prompt before each prompt.
         cached: tokens that the engine's prefix cache must have had for the last request.
     """
 
     name: str
     batches: tuple[tuple[tuple[int, int], ...], ...]
     """(length, seed) of each prompt, after what all share."""
-    shared: int = 0
-    """Tokens of a system prompt before each prompt."""
     llm: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 4
     more: dict[str, Any] = field(default_factory=dict)
     must_lose: tuple[str, ...] = ()
+    shared: int = 0
     cached: int = 0
 
 

@@ -7,6 +7,7 @@ never loads or holds KV: vLLM runs as it would without it.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,10 +144,14 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle is not None:
             self._idle.step_ended()
 
+    def _scheduler_here(self) -> ScheduleGuard | None:
+        """This engine's scheduler side, if it runs in this process: it knows who has ended since the last step."""
+        return neighbour(str(self._kv_transfer_config.engine_id))
+
     def _work_idle(self) -> float | None:
         if self._dispatcher is None:
             return None
-        scheduler = neighbour(str(self._kv_transfer_config.engine_id))
+        scheduler = self._scheduler_here()
         if scheduler is None:
             return self._dispatcher.work_idle(None)
         ended = scheduler.ended_since(self._last_step, ENDED_AT_ONCE)
@@ -180,8 +185,12 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle is not None:
             self._idle.stop()
         dispatcher, self._dispatcher = self._dispatcher, None
-        if dispatcher is not None:
-            dispatcher.shutdown()
+        if dispatcher is None:
+            return
+        scheduler = self._scheduler_here()
+        if scheduler is not None:
+            dispatcher.work_idle(scheduler.ended_since(self._last_step, sys.maxsize))
+        dispatcher.shutdown()
 
     # --- the scheduler's side -----------------------------------------------------------------------------------
 
