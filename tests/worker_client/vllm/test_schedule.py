@@ -194,9 +194,19 @@ def test_a_request_that_was_never_announced_is_counted_and_not_captured(
 # --- identity -------------------------------------------------------------------------------------
 
 
+def _picture(identifier: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=3, length=4), modality="image"
+    )
+
+
+def _adapter(name: str, path: str = "/nowhere", lora_int_id: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=lora_int_id)
+
+
 def test_lora_and_pictures_make_the_identity(tracker: ScheduleTracker) -> None:
     """C25, C26."""
-    lora = SimpleNamespace(lora_name="adapter", lora_path="/adapters/1")
+    lora = SimpleNamespace(lora_name="adapter", lora_path="/adapters/1", lora_int_id=1)
     picture = SimpleNamespace(identifier="abc", mm_position=SimpleNamespace(offset=3, length=4))
     _, step = started(tracker, lora_request=lora, mm_features=[picture])
     assert step.identity == Identity(
@@ -207,7 +217,25 @@ def test_lora_and_pictures_make_the_identity(tracker: ScheduleTracker) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"prompt_embeds": object()}, {"cache_salt": "x" * 4097}, {"resumable": True}]
+    "more",
+    [
+        {"cache_salt": "x" * 4097},
+        {"resumable": True},
+        {"mm_features": [_picture("x" * 513)]},
+        {"mm_features": [_picture("")]},
+        {"mm_features": [_picture("x")] * 4097},
+        {"lora_request": _adapter("x" * 513)},
+        {"lora_request": _adapter("a", "x" * 4097)},
+    ],
+    ids=[
+        "salt",
+        "streaming",
+        "item's name",
+        "no item's name",
+        "items",
+        "lora's name",
+        "lora's path",
+    ],
 )
 def test_what_no_key_can_name_is_skipped(tracker: ScheduleTracker, more: dict[str, Any]) -> None:
     _, step = started(tracker, **more)

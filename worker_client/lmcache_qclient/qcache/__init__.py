@@ -2,11 +2,13 @@
 
 from lmcache_qclient.qcache.catalog import StoredLayout
 from lmcache_qclient.qcache.context import QCacheContext, connect
+from lmcache_qclient.qcache.identities import Identities, StoredIdentity
 from lmcache_qclient.qcache.retrieval import Lookup, MissingChunk, Retrieval
 from lmcache_qprotocol.identity import ItemIdentity, LoraIdentity
 from lmcache_qprotocol.reasons import MissReason
 
 __all__ = [
+    "Identities",
     "ItemIdentity",
     "Lookup",
     "LoraIdentity",
@@ -14,6 +16,7 @@ __all__ = [
     "MissingChunk",
     "QCacheContext",
     "Retrieval",
+    "StoredIdentity",
     "StoredLayout",
     "connect",
 ]
