@@ -17,7 +17,6 @@ from typing import Any
 
 from lmcache_qclient.identity.lora_files import Signature, lora_digest, lora_signature
 from lmcache_qprotocol.identity import LoraIdentity
-from lmcache_qprotocol.limits import MAX_NAME_CHARS, MAX_SOURCE_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +77,6 @@ class Adapters:
 
     def _read(self, place: Place) -> _Adapter | None:
         name, path = place
-        if not 0 < len(name) <= MAX_NAME_CHARS or len(path) > MAX_SOURCE_CHARS:
-            return None
         signature = _signature(path)
         if signature is None:
             return _Adapter(LoraIdentity(name, path), None)

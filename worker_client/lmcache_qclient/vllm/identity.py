@@ -8,7 +8,12 @@ from typing import Any
 from lmcache_qclient.identity.embeddings import embeds_item
 from lmcache_qclient.vllm.adapters import Adapters
 from lmcache_qprotocol.identity import Identity, ItemIdentity
-from lmcache_qprotocol.limits import MAX_ITEMS, MAX_NAME_CHARS, MAX_SALT_CHARS
+from lmcache_qprotocol.limits import (
+    MAX_ITEMS,
+    MAX_NAME_CHARS,
+    MAX_SALT_CHARS,
+    MAX_SOURCE_CHARS,
+)
 
 
 def request_identity(request: Any, adapters: Adapters) -> Identity | None:
@@ -23,9 +28,12 @@ def request_identity(request: Any, adapters: Adapters) -> Identity | None:
     items = (*pictures, *_embeddings(request))
     if len(items) > MAX_ITEMS or any(not 0 < len(item.digest) <= MAX_NAME_CHARS for item in items):
         return None
-    if request.lora_request is None:
+    asked = request.lora_request
+    if asked is None:
         return Identity(None, items)
-    lora = adapters.identity(request.lora_request)
+    if not 0 < len(asked.lora_name) <= MAX_NAME_CHARS or len(asked.lora_path) > MAX_SOURCE_CHARS:
+        return None
+    lora = adapters.identity(asked)
     return None if lora is None else Identity(lora, items)
 
 
