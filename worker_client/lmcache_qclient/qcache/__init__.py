@@ -1,5 +1,7 @@
 """The SDK: find the queries of a token sequence again, as one tensor."""
 
+from lmcache_qclient.identity.embeddings import embeds_item
+from lmcache_qclient.identity.lora_files import lora_digest
 from lmcache_qclient.qcache.catalog import StoredLayout
 from lmcache_qclient.qcache.context import QCacheContext, connect
 from lmcache_qclient.qcache.identities import Identities, StoredIdentity
@@ -19,4 +21,6 @@ __all__ = [
     "StoredIdentity",
     "StoredLayout",
     "connect",
+    "embeds_item",
+    "lora_digest",
 ]

@@ -3,7 +3,8 @@
 vLLM loads an adapter once per `lora_int_id`, and its prefix cache knows it by name and path. So what an id, or a name
 with its path, first stood for it stands for as long as the engine runs. If the files or the id's adapter change after
 that (`load_inplace`, another adapter under a used id, files written over), nobody can tell any more with which weights
-a row was computed: such a request is not captured.
+a row was computed: such a request is not captured. Nor is one whose adapter has the name of another one that is in use:
+of adapters with equal names in one batch vLLM loads only one.
 
 Each adapter's files are read once, in the step that first uses it, as vLLM's worker reads them itself in that step;
 later requests cost a few `stat` calls.
@@ -12,6 +13,7 @@ later requests cost a few `stat` calls.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +63,15 @@ class Adapters:
             return None
         return known.identity
 
+    def note_in_use(self, request: Any, others: Iterable[Any]) -> None:
+        """Tell of a new request's adapter and of those in use by others (`LoRARequest`s), before asking for it."""
+        for other in others:
+            if other.lora_name == request.lora_name and (
+                other.lora_int_id != request.lora_int_id or other.lora_path != request.lora_path
+            ):
+                self._distrust((request.lora_name, request.lora_path))
+                self._distrust((other.lora_name, other.lora_path))
+
     def is_doubtful(self, request: Any) -> bool:
         """Whether a `LoRARequest` that was sure when its request began is not so any more."""
         return (request.lora_name, request.lora_path) in self._changed
@@ -70,8 +81,8 @@ class Adapters:
             return
         self._changed.add(place)
         logger.warning(
-            "LoRA adapter %r (%s) has changed since it was first used, or its id has: its queries are not captured any "
-            "more in this engine. Give a new version a new name, path and id",
+            "LoRA adapter %r (%s) has changed since it was first used, or shares its name or id with another: its "
+            "queries are not captured any more in this engine. Give a new version a new name, path and id",
             *place,
         )
 

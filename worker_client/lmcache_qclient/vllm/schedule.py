@@ -145,14 +145,23 @@ class ScheduleTracker:
 
     def _identity(self, request: Any) -> tuple[Identity, LossReason | None]:
         """What besides token ids the request's tensors depend on, and why it can't be captured, if so."""
+        if request.lora_request is not None:
+            self._adapters.note_in_use(request.lora_request, self._loras().values())
         identity = request_identity(request, self._adapters)
         if identity is not None:
             return identity, None
-        for tracked in self._requests.values():
-            lora = tracked.request and tracked.request.lora_request
-            if lora is not None and self._adapters.is_doubtful(lora):
-                tracked.strange = True
+        for name, lora in self._loras().items():
+            if self._adapters.is_doubtful(lora):
+                self._requests[name].strange = True
         return PLAIN, LossReason.CAPTURE_DISABLED
+
+    def _loras(self) -> dict[str, Any]:
+        """`LoRARequest`s of the requests under way, by request id."""
+        loras = {
+            name: getattr(tracked.request, "lora_request", None)
+            for name, tracked in self._requests.items()
+        }
+        return {name: lora for name, lora in loras.items() if lora is not None}
 
 
 def _strange(
