@@ -177,3 +177,68 @@ def test_prompt_embeddings_on_the_real_engine(
         assert one.mm == tuple(runs)
     coverage = daemon.status()["coverage"]
     assert coverage["captured"] == coverage["computed"] == report["computed"]
+
+
+def test_c26_pictures_on_the_real_engine(tmp_path: Path) -> None:
+    """Identical text with two pictures, in turn two of a conversation."""
+    from demo.reference import max_relative_row_error
+    from lmcache_qclient.qcache import connect
+    from tests.e2e.tiny_idefics import (
+        PLACEHOLDERS,
+        make_model,
+        make_picture,
+        reference_queries,
+        word,
+    )
+
+    idefics = make_model(tmp_path / "idefics")
+    red, blue = (
+        make_picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 1), ("b", 2))
+    )
+    turn_one = " ".join(map(word, range(40)))
+    question = " ".join(map(word, range(100, 150)))
+    asked = f"{turn_one} <image> {question}"
+    pictures: list[list[Path]] = [[red], [blue], [], [red, blue], [red]]
+    texts = [asked, asked, question, f"{asked} <image> w7 w8", asked]
+    requests = [
+        {"text": text, "images": list(map(str, shown))}
+        for text, shown in zip(texts, pictures, strict=True)
+    ]
+    llm = {**LLM, "max_model_len": 256, "limit_mm_per_prompt": {"image": 2}}
+    with running_daemon(chunk_size=16, pool_bytes=64 << 20) as daemon:
+        batches = [requests[:2], requests[2:]]
+        report = run(daemon, tmp_path, model=str(idefics), llm=llm, batches=batches)
+        coverage = daemon.status()["coverage"]
+        assert coverage["captured"] == coverage["computed"] == report["computed"]
+        done = report["requests"]
+        assert done[0]["prompt"] == done[1]["prompt"], "the placeholders are equal"
+        assert len(done[0]["prompt"]) == 40 + PLACEHOLDERS + 50
+        assert done[4]["cached_tokens"] > 40, "the picture is in the engine's own key as well"
+        with connect(daemon.url, daemon.http_url, str(idefics)) as cache:
+            prompt_ids = done[0]["prompt"]
+            listed = cache.identities(prompt_ids)
+            assert [one.num_tokens for one in listed] == [len(prompt_ids)] * 2
+            names = [one.mm for one in listed]
+            assert all(len(mm) == 1 and mm[0].offset == 40 for mm in names)
+            assert names[0] != names[1]
+            two = {one.mm for one in cache.identities(done[3]["prompt"]) if len(one.mm) == 2}
+            ((first, second),) = two
+            by_picture = {red: first.digest, blue: second.digest}
+            assert {mm[0].digest for mm in names} == set(by_picture.values())
+            tensors = []
+            for request, shown in zip(done, pictures, strict=True):
+                whole = request["prompt"] + request["output"]
+                offsets = [40, 40 + PLACEHOLDERS + 50]
+                mm = [(by_picture[path], at) for path, at in zip(shown, offsets, strict=False)]
+                found = cache.retrieve(whole, mm=mm)
+                assert found.num_tokens == len(whole) - 1
+                right = reference_queries(idefics, whole, shown)[:, : found.num_tokens]
+                error = max_relative_row_error(found.tensor, right)
+                print(
+                    f"{len(shown)} pictures: {found.num_tokens} tokens, max relative row error {error:.1e}"
+                )
+                assert error <= TOLERANCE
+                tensors.append(found.tensor)
+            assert max_relative_row_error(tensors[0][:, 40:109], tensors[1][:, 40:109]) > 0.1
+            # It leaves turn one's chunks alone: they are found by their token ids, up to where the picture begins.
+            assert cache.lookup(prompt_ids).num_tokens == 40
