@@ -125,12 +125,13 @@ def test_prompt_embeddings_on_the_real_engine(
 
     def soft(seed: int) -> torch.Tensor:
         plain = table[torch.tensor(prompt(150, seed))]
-        return plain + 0.2 * plain.std() * torch.randn(plain.shape, generator=generator)
+        noise = torch.randn(plain.shape, generator=generator)
+        return torch.add(plain, noise, alpha=0.2 * float(plain.std()))
 
     first, second, mixed = soft(2), soft(3), soft(4)
     is_token = [position < 70 or 90 <= position < 120 for position in range(150)]
     blended = torch.where(torch.tensor(is_token)[:, None], table[torch.tensor(tokens)], mixed)
-    requests = []
+    requests: list[dict[str, Any]] = []
     for name, embeddings in (("first", first), ("second", second), ("mixed", mixed)):
         torch.save(embeddings, tmp_path / f"{name}.pt")
         requests.append({"embeds": str(tmp_path / f"{name}.pt"), "salt": "s"})
