@@ -3,7 +3,7 @@
 vLLM loads an adapter once per `lora_int_id`, and its prefix cache knows it by name and path. So what an id, or a name
 with its path, first stood for it stands for as long as the engine runs. If the files or the id's adapter change after
 that (`load_inplace`, another adapter under a used id, files written over), nobody can tell any more with which weights
-a row was computed: such a request is not captured. Nor is one whose adapter has the name of another one that is in use:
+a row was computed: such a request is not captured. Nor is one whose adapter has the name or id of another one in use:
 of adapters with equal names in one batch vLLM loads only one.
 
 Each adapter's files are read once, in the step that first uses it, as vLLM's worker reads them itself in that step;
@@ -65,12 +65,11 @@ class Adapters:
 
     def note_in_use(self, request: Any, others: Iterable[Any]) -> None:
         """Tell of a new request's adapter and of those in use by others (`LoRARequest`s), before asking for it."""
-        for other in others:
-            if other.lora_name == request.lora_name and (
-                other.lora_int_id != request.lora_int_id or other.lora_path != request.lora_path
-            ):
-                self._distrust((request.lora_name, request.lora_path))
-                self._distrust((other.lora_name, other.lora_path))
+        mine = _key(request)
+        for theirs in map(_key, others):
+            if theirs != mine and (theirs[0] == mine[0] or theirs[2] == mine[2]):
+                self._distrust(mine[:2])
+                self._distrust(theirs[:2])
 
     def is_doubtful(self, request: Any) -> bool:
         """Whether a `LoRARequest` that was sure when its request began is not so any more."""
@@ -98,6 +97,10 @@ class Adapters:
         if _signature(path) != signature:
             return None
         return _Adapter(LoraIdentity(name, path, digest), signature)
+
+
+def _key(request: Any) -> tuple[str, str, int]:
+    return request.lora_name, request.lora_path, request.lora_int_id
 
 
 def _signature(path: str) -> Signature | None:
