@@ -109,8 +109,9 @@ def test_c25_loras_on_the_real_engine(daemon: RunningDaemon, model: Path, tmp_pa
         assert cache.lookup(tokens, cache_salt="s", lora=moved).num_tokens == len(tokens)
 
 
+@pytest.mark.parametrize("preempted", [False, True], ids=["", "preempted and resumed"])
 def test_prompt_embeddings_on_the_real_engine(
-    daemon: RunningDaemon, model: Path, tmp_path: Path
+    daemon: RunningDaemon, model: Path, tmp_path: Path, preempted: bool
 ) -> None:
     """Two prompts of embeddings, one half of token ids, and token ids 0 in their places: kept apart, rows right."""
     import torch
@@ -137,11 +138,13 @@ def test_prompt_embeddings_on_the_real_engine(
         requests.append({"embeds": str(tmp_path / f"{name}.pt"), "salt": "s"})
     requests[2].update(token_ids=tokens, is_token=is_token)
     requests.append({"token_ids": [0] * 150, "salt": "s"})
+    few = {"num_gpu_blocks_override": 18, "max_model_len": 400} if preempted else {}
     report = run(
         daemon,
         tmp_path,
-        llm={**LLM, "enable_prompt_embeds": True},
+        llm={**LLM, "enable_prompt_embeds": True, **few},
         batches=[requests[:2], requests],
+        max_tokens=50 if preempted else 4,
     )
 
     known = [token if kept else 0 for token, kept in zip(tokens, is_token, strict=True)]
@@ -162,12 +165,13 @@ def test_prompt_embeddings_on_the_real_engine(
             hook = reference.model.model.embed_tokens.register_forward_hook(
                 lambda module, inputs, output, given=given: given[None]
             )
-            right = reference.queries(whole)[:, : found.num_tokens]
+            right = reference.queries(whole)
             hook.remove()
-            error = max_relative_row_error(found.tensor, right)
-            print(
-                f"{len(mm)} embeddings: {found.num_tokens} tokens, max relative row error {error:.1e}"
-            )
+            # What the model makes of 150 equal tokens is ill-conditioned: behind the prompt transformers in fp32 and in
+            # fp64 differ by 1e-4.
+            count = found.num_tokens if mm else 150
+            error = max_relative_row_error(found.tensor[:, :count], right[:, :count])
+            print(f"{len(mm)} embeddings: {count} tokens, max relative row error {error:.1e}")
             assert error <= TOLERANCE
             tensors.append(found.tensor[:, :150])
         assert max_relative_row_error(tensors[0], tensors[1]) > 0.1
@@ -177,7 +181,9 @@ def test_prompt_embeddings_on_the_real_engine(
         (one,) = [one for one in cache.identities(known) if one.num_tokens == 150]
         assert one.mm == tuple(runs)
     coverage = daemon.status()["coverage"]
-    assert coverage["captured"] == coverage["computed"] == report["computed"]
+    again = coverage["lost"]["recomputed"]
+    assert coverage["captured"] + again == coverage["computed"] == report["computed"]
+    assert bool(again) == preempted
 
 
 def test_c26_pictures_on_the_real_engine(tmp_path: Path) -> None:
