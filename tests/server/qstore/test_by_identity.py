@@ -102,6 +102,15 @@ def test_it_finds_what_brute_force_finds(
     assert reached == sorted(reached, reverse=True), "those that agree the furthest come first"
 
 
+def test_items_are_told_up_to_where_the_tokens_agree() -> None:
+    index = ByIdentity()
+    at_ten, at_eleven = (ItemIdentity("mm", "i", CHUNK + offset) for offset in (2, 3))
+    index.add(key_of(1), claimed(Claim("", None, (at_ten, at_eleven)), (1, 2, 3, 4)))
+    assert ask(index, (1, 2, 3, 9), 1) == [KnownIdentity(items=(at_ten,))]
+    assert ask(index, (1, 2, 9, 9), 1) == [KnownIdentity()]
+    assert ask(index, (1, 2, 3, 4), 1) == [KnownIdentity(items=(at_ten, at_eleven))]
+
+
 def test_an_empty_index_is_empty_again() -> None:
     index = ByIdentity()
     index.add(key_of(1), claimed(salted("s")))

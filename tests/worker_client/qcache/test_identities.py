@@ -196,6 +196,19 @@ def test_a_gap_and_an_end_elsewhere_are_told_apart(daemon: RunningDaemon) -> Non
     engine.close()
 
 
+def test_what_goes_on_without_the_item_is_listed_for_itself(daemon: RunningDaemon) -> None:
+    engine = started(daemon)
+    picture = ItemIdentity("mm", "red", CHUNK + 3)
+    engine.store_all(TOKENS, Identity(None, (picture,)))
+    engine.store_all(TOKENS[: CHUNK + 4])
+    with opened(daemon, engine) as cache:
+        assert summary(cache.identities(TOKENS)) == {
+            ("", "", (("red", CHUNK + 3),), len(TOKENS), len(TOKENS)),
+            ("", "", (), CHUNK + 4, CHUNK + 4),
+        }
+    engine.close()
+
+
 def test_one_adapter_under_two_names_is_one_identity(daemon: RunningDaemon) -> None:
     engine = started(daemon)
     engine.store_all(TOKENS[:CHUNK], Identity(LoraIdentity("a", "/a", "blake3:1")))
