@@ -6,6 +6,7 @@
 With an identity (identity.py), in key-derivation mode so that no token sequence can imitate it:
 
     root = derive(h_-1 ‖ msgpack [name, source])                       context ROOT_CONTEXT
+           derive(h_-1 ‖ msgpack [digest])                             if the LoRA has a digest
     h_i  = derive(blake3(h_i-1 ‖ tokens) ‖ msgpack [[kind, digest, offset - chunk start], ...])
            context ITEM_CONTEXT, for items whose first token lies in chunk i, in order of
            (offset, kind, digest)
@@ -56,8 +57,9 @@ def root_hash(identity: Identity = PLAIN) -> bytes:
     """The hash before the first chunk."""
     if identity.lora is None:
         return NONE_HASH
-    lora = msgspec.msgpack.encode([identity.lora.name, identity.lora.source])
-    return blake3(NONE_HASH + lora, derive_key_context=ROOT_CONTEXT).digest()
+    lora = identity.lora
+    named = msgspec.msgpack.encode([lora.digest] if lora.digest else [lora.name, lora.source])
+    return blake3(NONE_HASH + named, derive_key_context=ROOT_CONTEXT).digest()
 
 
 def chunk_hash(
@@ -88,7 +90,7 @@ class HashChain:
     """The rolling hash of one sequence: O(new tokens) per call, however long the sequence is.
 
     Tokens arrive in order by `extend`. `hashes[i]` is the hash of chunk i; `parent(i)` that of the
-    chunk before it.
+    chunk before it, and `plain_parent(i)` what that would be by the token ids alone.
     """
 
     def __init__(self, chunk_size: int, identity: Identity = PLAIN) -> None:
@@ -99,6 +101,7 @@ class HashChain:
         self.root = root_hash(identity)
         self.hashes: list[bytes] = []
         self._open: list[int] = []
+        self._plain = None if identity == PLAIN else HashChain(chunk_size)
 
     def __len__(self) -> int:
         """Tokens seen."""
@@ -110,6 +113,9 @@ class HashChain:
         Raises:
             ValueError: a token id is outside [0, 2**32); the chain is unusable then.
         """
+        if self._plain is not None:
+            token_ids = list(token_ids)
+            self._plain.extend(token_ids)
         self._open.extend(token_ids)
         size = self.chunk_size
         done = 0
@@ -125,6 +131,11 @@ class HashChain:
     def parent(self, chunk_index: int) -> bytes:
         """The hash that chunk `chunk_index` hangs on."""
         return self.hashes[chunk_index - 1] if chunk_index else self.root
+
+    def plain_parent(self, chunk_index: int) -> bytes:
+        """`parent` of the same tokens with nothing but token ids; what equal tokens share."""
+        chain = self if self._plain is None else self._plain
+        return chain.parent(chunk_index)
 
     @property
     def open_tokens(self) -> tuple[int, ...]:

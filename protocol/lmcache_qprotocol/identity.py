@@ -13,14 +13,23 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from lmcache_qprotocol.limits import MAX_NAME_CHARS, MAX_POSITION
+from lmcache_qprotocol.limits import MAX_NAME_CHARS, MAX_POSITION, MAX_SOURCE_CHARS
 
 
-class LoraIdentity(msgspec.Struct, frozen=True):
-    """A LoRA adapter: its name, and what tells two adapters of one name apart (path or digest)."""
+class LoraIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A LoRA adapter.
+
+    Attributes:
+        name: what the engine calls it.
+        source: where the engine has it from: a path, or an id of a model hub.
+        digest: of the adapter's files. Where it is given it alone tells adapters apart, because the
+            same files make the same tensors on every machine and under every name; name and source
+            are for people then. Empty where the files can't be read: name and source tell apart.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-    source: Annotated[str, Meta(max_length=4096)]
+    source: Annotated[str, Meta(max_length=MAX_SOURCE_CHARS)]
+    digest: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = ""
 
 
 class ItemIdentity(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ MAX_FRAMES = 16
 MAX_UID_BYTES = 64
 MAX_NAME_CHARS = 512
 MAX_SALT_CHARS = 4096
+MAX_SOURCE_CHARS = 4096
+"""Where a LoRA adapter comes from."""
 MAX_TOKENS = 1 << 21
 MAX_CHUNKS = 1 << 14
 MAX_LAYERS = 4096
@@ -19,7 +21,9 @@ MAX_GROUPS = 256
 MAX_PARTIALS = 64
 """Partial chunks in one query."""
 MAX_ITEMS = 4096
-"""Items that begin in one chunk."""
+"""Items that begin in one chunk; items of one sequence that a store tells of."""
+MAX_IDENTITIES = 256
+"""Identities in one answer."""
 MAX_RECENT_REQUESTS = 32
 """Requests that one worker's report tells one by one."""
 MAX_POSITION = (1 << 31) - 1

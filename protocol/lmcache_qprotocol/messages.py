@@ -12,12 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from lmcache_qprotocol.errors import ErrorCode
-from lmcache_qprotocol.identity import ItemIdentity
+from lmcache_qprotocol.identity import ItemIdentity, LoraIdentity
 from lmcache_qprotocol.keys import Hash, KeyFamily, LayoutId, ModelName, Position, Salt, WorldSize
 from lmcache_qprotocol.layout import LAYOUT_ID_BYTES, Layout
 from lmcache_qprotocol.limits import (
     MAX_CHUNKS,
     MAX_GROUPS,
+    MAX_IDENTITIES,
     MAX_ITEMS,
     MAX_LAYERS,
     MAX_NAME_CHARS,
@@ -232,10 +233,34 @@ class RangeKey(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a layout id has {LAYOUT_ID_BYTES} bytes, or none")
 
 
-class StoreProof(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server checks the stamps against: one nonce per chunk (or piece) of the range."""
+class IdentityClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a chunk's tensors depend on besides its token ids and the salt, in words.
+
+    The chunk's hash holds it already, but nobody can read it there. It finds what is stored for the
+    same token ids (`identities_q`), and never decides what a reader gets: a reader hashes it anew.
+
+    Attributes:
+        plain_parent_hash: the hash of the chunk before, by the token ids alone.
+        lora: the adapter.
+        items: of the whole sequence, those that begin before the range's end, absolute offsets, in
+            order of (offset, kind, digest).
+    """
+
+    plain_parent_hash: Hash
+    lora: LoraIdentity | None = None
+    items: Items = ()
+
+
+class StoreProof(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a native store brings besides its key.
+
+    Attributes:
+        nonces: what the server checks the stamps against, one per chunk (or piece) of the range.
+        claim: of the one chunk (or piece); it goes with `parent_hash` and `piece_tokens`.
+    """
 
     nonces: Annotated[tuple[Nonce, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    claim: IdentityClaim | None = None
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -378,3 +403,42 @@ class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[Missing, ...] = ()
     partial: bool = False
     tokens: Count = 0
+
+
+class IdentityQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks what is stored for these token ids, whatever else the tensors depend on.
+
+    Attributes:
+        model_name: with the feature's suffix.
+        chunks: `parent_hash` is that of the token ids alone, `index` the chunk's number in the
+            sequence; items are ignored.
+    """
+
+    model_name: ModelName
+    chunks: Annotated[tuple[PartialChunk, ...], Meta(min_length=1, max_length=MAX_PARTIALS)]
+
+
+class KnownIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An identity under which something is stored, as its writer told it.
+
+    Attributes:
+        cache_salt: part of the key.
+        lora: the adapter.
+        items: with absolute offsets, up to where the token ids agree with the asked ones.
+    """
+
+    cache_salt: Salt = ""
+    lora: LoraIdentity | None = None
+    items: Items = ()
+
+
+class IdentitiesReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Identities that are worth a lookup.
+
+    Attributes:
+        identities: all different; those whose tokens agree the furthest first.
+        more: there are others, which agree less far or did not fit.
+    """
+
+    identities: Annotated[tuple[KnownIdentity, ...], Meta(max_length=MAX_IDENTITIES)]
+    more: bool = False

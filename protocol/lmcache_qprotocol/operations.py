@@ -20,6 +20,8 @@ from lmcache_qprotocol.messages import (
     GroupInfos,
     Hello,
     HelloReply,
+    IdentitiesReply,
+    IdentityQuery,
     InstanceId,
     LookupReply,
     Name,
@@ -163,6 +165,13 @@ RETRIEVE_Q = Operation(
     "Leases the chunks that are there to a reader on this host.",
 )
 RELEASE_Q = Operation("release_q", None, (LeaseIds,), None, "Gives leases back.")
+IDENTITIES_Q = Operation(
+    "identities_q",
+    None,
+    (IdentityQuery,),
+    IdentitiesReply,
+    "Tells under which salts, LoRA adapters and items the same token ids are stored.",
+)
 
 OPERATIONS: tuple[Operation, ...] = (
     HELLO,
@@ -176,6 +185,7 @@ OPERATIONS: tuple[Operation, ...] = (
     LOOKUP_Q,
     RETRIEVE_Q,
     RELEASE_Q,
+    IDENTITIES_Q,
 )
 
 BY_NAME: dict[str, Operation] = {operation.name: operation for operation in OPERATIONS}

@@ -42,7 +42,7 @@ def chain(vector: dict[str, Any]) -> list[bytes]:
     size, tokens = vector["chunk_size"], tokens_of(vector)
     root = none_hash()
     if vector.get("lora"):
-        root = derive(ROOT_CONTEXT, root + pack(vector["lora"]))
+        root = derive(ROOT_CONTEXT, root + pack(vector["lora"][2:] or vector["lora"]))
     hashes = [root]
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]

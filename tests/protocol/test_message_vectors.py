@@ -19,7 +19,7 @@ import pytest
 from lmcache_qprotocol import codec, lifeline
 from lmcache_qprotocol import messages as m
 from lmcache_qprotocol.errors import ErrorCode, RequestError
-from lmcache_qprotocol.identity import ItemIdentity
+from lmcache_qprotocol.identity import ItemIdentity, LoraIdentity
 from lmcache_qprotocol.keys import KeyFamily
 from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.limits import Limits
@@ -167,6 +167,20 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
         m.StoreProof(nonces=(1, 2147483647)),
     ),
     "store_q native, a piece": (PIECE_KEY, 4242, ((5,),), b"", m.StoreProof(nonces=(3,))),
+    "store_q native, a piece with its identity": (
+        PIECE_KEY,
+        4242,
+        ((5,),),
+        b"",
+        m.StoreProof(
+            nonces=(3,),
+            claim=m.IdentityClaim(
+                plain_parent_hash=b"\xbb" * 32,
+                lora=LoraIdentity("sql", "/adapters/sql", "blake3:00"),
+                items=(ItemIdentity("embeds", "e", 7), ItemIdentity("mm", "sha256:ab", 258)),
+            ),
+        ),
+    ),
     "store_q legacy": (LEGACY_KEY, 4242, ((3, 4),), b"\xe0\xe1"),
     "get_chunk_size native": (),
     "get_chunk_size legacy": (),
@@ -181,6 +195,15 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "lookup_q": (QUERY,),
     "retrieve_q": (QUERY,),
     "release_q": ((1, 12, 1 << 40),),
+    "identities_q": (
+        m.IdentityQuery(
+            model_name=MODEL,
+            chunks=(
+                m.PartialChunk(index=0, parent_hash=HASHES[0], tokens=(0, 1, 4294967295)),
+                m.PartialChunk(index=300, parent_hash=HASHES[1], tokens=(5,)),
+            ),
+        ),
+    ),
 }
 
 REPLIES: dict[str, Any] = {
@@ -228,6 +251,17 @@ REPLIES: dict[str, Any] = {
         tokens=17,
     ),
     "release_q reply": None,
+    "identities_q reply": m.IdentitiesReply(
+        identities=(
+            m.KnownIdentity(
+                cache_salt="tenant-a",
+                lora=LoraIdentity("sql", "/adapters/sql"),
+                items=(ItemIdentity("mm", "sha256:ab", 258),),
+            ),
+            m.KnownIdentity(),
+        ),
+        more=True,
+    ),
 }
 
 PACKETS: dict[str, lifeline.Packet] = {

@@ -27,8 +27,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.step import StepMeta
-from lmcache_qprotocol.hashing import chunk_hash, chunk_hashes, root_hash
-from lmcache_qprotocol.identity import PLAIN, Identity, LoraIdentity
+from lmcache_qclient.identity.embeddings import embeds_item
+from lmcache_qprotocol.hashing import NONE_HASH, chunk_hash, chunk_hashes, root_hash
+from lmcache_qprotocol.identity import Identity, LoraIdentity
+from lmcache_qprotocol.limits import MAX_SALT_CHARS
+from lmcache_qprotocol.messages import IdentityClaim
 from tests.scheduler.engine_config import cache_groups, vllm_config
 from tests.scheduler.expected import Life, Ran, fates, foretold, most, positions, spans
 from tests.scheduler.model import queries, root, states
@@ -39,7 +42,7 @@ from tests.worker_client.capture.fake_adapter import Stored
 
 Span = tuple[str, int, int]
 """Request id and positions [from, to)."""
-TUNED = Identity(LoraIdentity("tune", "/tune"))
+TUNED = LoraIdentity("tune", "/tune")
 STOP = 7
 MOST_ROUNDS = 3000
 
@@ -118,11 +121,17 @@ class Engine:
         salt: str | None = None,
         lora: bool = False,
         embedded: bool = False,
+        unnameable: bool = False,
         stops: bool = False,
         priority: int = 0,
     ) -> None:
         """A request arrives."""
-        embeds = torch.randn(len(prompt), 2) if embedded else None
+        embeds = None
+        if embedded:
+            generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+            embeds = torch.randn(len(prompt), 2, generator=generator)
+        if unnameable:
+            salt = "x" * (MAX_SALT_CHARS + 1)
         request = Request(
             name,
             None if embedded else prompt,
@@ -139,7 +148,8 @@ class Engine:
         )
         self._arrived += 1
         # vLLM's prefix cache takes no salt and an empty one for the same.
-        life = Life(request, root(salt or "", lora, name if embedded else None), not embedded)
+        content = None if embeds is None else embeds_item(embeds).digest
+        life = Life(request, root(salt or "", lora, content), not unnameable)
         self.lives.append(life)
         self.alive[name] = life
         self.scheduler.add_request(request)
@@ -163,7 +173,8 @@ class Engine:
             outputs,
             salt=random.choice([None, None, None, "", "a salt"]),
             lora=random.random() < 0.15,
-            embedded=random.random() < 0.04,
+            embedded=random.random() < 0.08,
+            unnameable=random.random() < 0.04,
             stops=random.random() < self.scenario.stop,
             priority=random.randint(0, 2),
         )
@@ -351,17 +362,23 @@ class Engine:
     def _is_named(self, chunk: FinishedChunk, tokens: list[int], request: Any) -> bool:
         size, pieces = self.scenario.chunk_size, self.scenario.pieces
         base = chunk.start // size * size
-        identity = PLAIN if request.lora_request is None else TUNED
+        lora = None if request.lora_request is None else TUNED
+        embeds = request.prompt_embeds
+        identity = Identity(lora, () if embeds is None else (embeds_item(embeds),))
         parent = [root_hash(identity), *chunk_hashes(tokens[:base], size, identity)][-1]
         own = tuple(tokens[base:])
+        inside = () if base else identity.items
+        plain = [NONE_HASH, *chunk_hashes(tokens[:base], size)][-1]
+        claim = IdentityClaim(plain_parent_hash=plain, lora=lora, items=identity.items)
         return (
             0 < len(own) <= size
             and (pieces or (chunk.start, len(own)) == (base, size))
-            and chunk.chunk_hash == chunk_hash(parent, own, base)
+            and chunk.chunk_hash == chunk_hash(parent, own, base, inside)
             and chunk.cache_salt == (request.cache_salt or "")
             and chunk.parent_hash == (parent if pieces else None)
             and chunk.piece_tokens == (own if pieces else ())
-            and chunk.piece_items == ()
+            and chunk.piece_items == (inside if pieces else ())
+            and chunk.claim == (claim if pieces else None)
         )
 
     def _check_account(self, stored: Counter[Span]) -> None:

@@ -71,7 +71,7 @@ def content_of(
 
 def agreement(one: Content, other: Content) -> int:
     """How many rows from the chunk's start have the same tokens and the same items, and so the same tensors."""
-    rows = _common_rows(one.tokens, other.tokens)
+    rows = common_rows(one.tokens, other.tokens)
     for mine, theirs in zip(one.items, other.items, strict=False):
         if mine != theirs:
             return min(rows, mine.offset, theirs.offset)
@@ -81,7 +81,8 @@ def agreement(one: Content, other: Content) -> int:
     return min(rows, longer[min(len(one.items), len(other.items))].offset)
 
 
-def _common_rows(one: bytes, other: bytes) -> int:
+def common_rows(one: bytes, other: bytes) -> int:
+    """How many rows from the chunk's start have the same tokens; both as `token_bytes`."""
     length = min(len(one), len(other)) // 4
     if one[: length * 4] == other[: length * 4]:
         return length

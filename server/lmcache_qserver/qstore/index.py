@@ -8,6 +8,7 @@
       - a stored object's slot is COMMITTED or LEASED and owned by its key; it is complete and proven
       - a key is being written by one store at a time; others wait for that store's `outcome`
       - what can be found by its tokens is stored; every stored piece can be
+      - an identity that is told is that of something stored
       - whatever is absent after having been offered is remembered with a reason, as long as there is memory for it
 
 Everything is synchronous and on the event loop.
@@ -22,8 +23,10 @@ from functools import partial
 from typing import Any
 
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey
+from lmcache_qprotocol.messages import IdentitiesReply, IdentityQuery
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.pool import Pool, Slot, SlotState
+from lmcache_qserver.qstore.by_identity import ByIdentity, Claimed
 from lmcache_qserver.qstore.by_tokens import ByTokens, Content
 from lmcache_qserver.qstore.cover import Cover, cover
 from lmcache_qserver.qstore.inventory import Inventory
@@ -69,6 +72,7 @@ class Index:
         self._misses = Misses()
         self._inventory = Inventory()
         self._by_tokens = ByTokens()
+        self._by_identity = ByIdentity()
 
     def __len__(self) -> int:
         """Objects stored."""
@@ -81,6 +85,10 @@ class Index:
     def cover(self, family: KeyFamily, asked: Content) -> Cover:
         """The objects that together hold the asked rows of a chunk, and the rows that none holds."""
         return cover(self._by_tokens.candidates(family, asked), len(asked))
+
+    def identities(self, query: IdentityQuery, chunk_size: int) -> IdentitiesReply:
+        """Under which identities the asked tokens are stored, as the writers told."""
+        return self._by_identity.find(query.model_name, query.chunks, chunk_size)
 
     def miss_reason(self, key: ObjectKey) -> MissReason:
         """Why a key is not stored."""
@@ -130,11 +138,13 @@ class Index:
         rows: tuple[int, int],
         created: float,
         content: Content | None = None,
+        claimed: Claimed | None = None,
     ) -> StoredObject:
         """The bytes are complete and proven, and no thread touches them any more.
 
         Args:
             content: what makes it findable by its tokens; a piece has it, a whole chunk may.
+            claimed: what its writer told of its identity, if it did.
         """
         assert self._writing.get(write.key) is write, "a write ends once"
         self.pool.commit(write.slot)
@@ -144,6 +154,8 @@ class Index:
         self._inventory.add(stored)
         if content is not None:
             self._by_tokens.add(write.key, content)
+        if claimed is not None:
+            self._by_identity.add(write.key, claimed)
         self._misses.forget(write.key)
         _tell(write.outcome, True)
         return stored
@@ -183,7 +195,9 @@ class Index:
             assert write.slot.state is SlotState.RESERVED
             assert not write.outcome.done()
         self._by_tokens.validate()
+        self._by_identity.validate()
         assert all(key in self._stored for key in self._by_tokens)
+        assert all(key in self._stored for key in self._by_identity)
         assert all(key in self._by_tokens for key in self._stored if key.rows is not None)
         models = self.models()
         assert sum(model["chunks"] + model["pieces"] for model in models) == len(self._stored)
@@ -200,6 +214,7 @@ class Index:
             assert isinstance(evicted, ObjectKey)
             self._inventory.remove(self._stored.pop(evicted))
             self._by_tokens.remove(evicted)
+            self._by_identity.remove(evicted)
             self._misses.note(evicted, MissReason.EVICTED)
         if reservation.slot is None:
             return None

@@ -2,7 +2,7 @@
 
     register, unregister, reap, client_gone ─▶ lifecycle ─▶ registry
     store_q ─▶ store_check (the gate) ─▶ store_run ─▶ index, copying/lane
-    lookup_q, retrieve_q, release_q ─▶ reading ─▶ index, leases
+    lookup_q, identities_q, retrieve_q, release_q ─▶ reading ─▶ index, leases
 
 Every method is called on the event loop. Those that are not `async` decide and answer at once. Those that are may be
 cancelled by their caller at any time: what they have begun goes on to its end.
@@ -22,6 +22,8 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.messages import (
     ChunkQuery,
+    IdentitiesReply,
+    IdentityQuery,
     LookupReply,
     RangeKey,
     RetrieveReply,
@@ -276,6 +278,10 @@ class QStoreModule:
     def lookup_q(self, query: ChunkQuery) -> LookupReply:
         """Which chunks are there, and why the others are not."""
         return reading.lookup(self.index, query, self.chunk_size)
+
+    def identities_q(self, query: IdentityQuery) -> IdentitiesReply:
+        """Under which identities the asked tokens are stored, as their writers told."""
+        return reading.identities(self.index, query, self.chunk_size)
 
     def retrieve_q(self, client: Hashable, query: ChunkQuery, now: float) -> RetrieveReply:
         """Lease the chunks that are there to a client, up to its cap."""

@@ -10,6 +10,8 @@ from lmcache_qprotocol.hashing import chunk_hash
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey
 from lmcache_qprotocol.messages import (
     ChunkQuery,
+    IdentitiesReply,
+    IdentityQuery,
     LookupReply,
     Missing,
     PartialChunk,
@@ -93,6 +95,17 @@ def retrieve(
         partial=count < len(answer.hits),
         tokens=answer.reach(leased),
     )
+
+
+def identities(index: Index, query: IdentityQuery, chunk_size: int) -> IdentitiesReply:
+    """Under which identities the asked tokens are stored.
+
+    Raises:
+        RequestError(bad_payload): a chunk is longer than a chunk.
+    """
+    if any(len(chunk.tokens) > chunk_size for chunk in query.chunks):
+        raise RequestError(ErrorCode.BAD_PAYLOAD, f"a chunk has at most {chunk_size} tokens")
+    return index.identities(query, chunk_size)
 
 
 def _search(index: Index, query: ChunkQuery, chunk_size: int) -> _Answer:

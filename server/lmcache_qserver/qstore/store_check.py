@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
-from lmcache_qprotocol.hashing import chunk_hash, chunk_hashes
+from lmcache_qprotocol.hashing import NONE_HASH, chunk_hash, chunk_hashes, root_hash
+from lmcache_qprotocol.identity import Identity, ItemIdentity
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank
-from lmcache_qprotocol.messages import RangeKey, StoreProof
+from lmcache_qprotocol.messages import IdentityClaim, RangeKey, StoreProof
 from lmcache_qprotocol.stamps import first_stamp
+from lmcache_qserver.qstore.by_identity import Claim, Claimed
 from lmcache_qserver.qstore.by_tokens import Content, content_of
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.stored_object import Description
@@ -27,6 +29,7 @@ class CheckedStore:
         num_chunks: 1 for a piece.
         rows: rows [a, b) that every one of its chunks has.
         content: tokens and items of the one chunk, when they were sent.
+        claimed: its identity in words, when it was sent.
     """
 
     key: RangeKey
@@ -37,6 +40,7 @@ class CheckedStore:
     block_ids: tuple[int, ...]
     nonces: tuple[int, ...]
     content: Content | None = None
+    claimed: Claimed | None = None
 
     @property
     def object_bytes(self) -> int:
@@ -134,6 +138,7 @@ def check_store(
         tuple(block_groups[0]),
         proof.nonces,
         content,
+        _check_claim(key, proof.claim, content, chunk_start),
     )
 
 
@@ -198,6 +203,39 @@ def _check_content(
     if chunk_hash(key.parent_hash, tokens, 0, items) != key.chunk_hashes[0]:
         raise _bad("the hash is not that of parent_hash, piece_tokens and piece_items")
     return content_of(key.parent_hash, tokens, items)
+
+
+def _check_claim(
+    key: RangeKey, claim: IdentityClaim | None, content: Content | None, chunk_start: int
+) -> Claimed | None:
+    """The identity in words, as far as it can be checked against the key's hashes."""
+    if claim is None:
+        return None
+    if content is None:
+        raise _bad("a claim goes with parent_hash and piece_tokens")
+    places = [(item.offset, item.kind, item.digest) for item in claim.items]
+    if places != sorted(places):
+        raise _bad("a claim's items come in order of (offset, kind, digest)")
+    inside = tuple(
+        ItemIdentity(item.kind, item.digest, item.offset - chunk_start)
+        for item in claim.items
+        if item.offset >= chunk_start
+    )
+    if inside != content.items:
+        raise _bad("a claim's items must hold those of piece_items, at their absolute offsets")
+    if not chunk_start and (content.parent_hash, claim.plain_parent_hash) != (
+        root_hash(Identity(claim.lora)),
+        NONE_HASH,
+    ):
+        raise _bad("a first chunk's parents must be the roots with the claim's LoRA, and without")
+    is_plain = claim.lora is None and len(inside) == len(claim.items)
+    if is_plain != (claim.plain_parent_hash == content.parent_hash):
+        raise _bad("the parents must be equal without a LoRA and earlier items, and only then")
+    return Claimed(
+        Claim(key.cache_salt or "", claim.lora, claim.items),
+        claim.plain_parent_hash,
+        content.tokens,
+    )
 
 
 def _check_blocks(block_ids: Sequence[int], needed: int, num_blocks: int) -> None:

@@ -173,7 +173,9 @@ class StoreRun:
         store = self._store
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
         for write in reversed(writes):
-            self._index.commit(write, store.description, store.rows, self._now, store.content)
+            self._index.commit(
+                write, store.description, store.rows, self._now, store.content, store.claimed
+            )
             self._stored += 1
             self._duplicate += self._times[write.key] - 1
 

@@ -56,6 +56,7 @@ class Handlers:
             "lookup_q": Handler(Order.NOW, self._lookup),
             "retrieve_q": Handler(Order.NOW, self._retrieve, while_stopping=False),
             "release_q": Handler(Order.NOW, self._release),
+            "identities_q": Handler(Order.NOW, self._identities),
         }
 
     def _hello(self, client: Client, payloads: Payloads) -> HelloReply:
@@ -115,13 +116,14 @@ class Handlers:
 
     def _retrieve(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
-        _require_hello(client.session)
-        if client.session.lifeline is None:
-            raise RequestError(
-                ErrorCode.LIFELINE_REQUIRED,
-                "leases need an attached lifeline: connect to the Unix socket that hello names, and attach",
-            )
+        _require_lifeline(client.session, "leases need")
         return self._module.retrieve_q(client.session, query, self._clock())
+
+    def _identities(self, client: Client, payloads: Payloads) -> Any:
+        (query,) = payloads
+        # It tells salts, which may be secrets; who has the lifeline may read everything that they guard anyway.
+        _require_lifeline(client.session, "who asks for identities needs")
+        return self._module.identities_q(query)
 
     def _release(self, client: Client, payloads: Payloads) -> None:
         (lease_ids,) = payloads
@@ -134,4 +136,13 @@ def _require_hello(session: Session) -> None:
         raise RequestError(
             ErrorCode.HELLO_REQUIRED,
             "say hello first (again, if the lifeline was closed or the client was silent)",
+        )
+
+
+def _require_lifeline(session: Session, who: str) -> None:
+    _require_hello(session)
+    if session.lifeline is None:
+        raise RequestError(
+            ErrorCode.LIFELINE_REQUIRED,
+            f"{who} an attached lifeline: connect to the Unix socket that hello names, and attach",
         )

@@ -6,7 +6,9 @@ import pytest
 
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qprotocol.hashing import HashChain, chunk_hash, chunk_hashes
-from lmcache_qprotocol.identity import Identity, ItemIdentity
+from lmcache_qprotocol.identity import Identity, ItemIdentity, LoraIdentity
+from lmcache_qprotocol.limits import MAX_ITEMS
+from lmcache_qprotocol.messages import IdentityClaim
 from lmcache_qprotocol.reasons import LossReason as Loss
 from lmcache_qprotocol.stamps import first_stamp
 from tests.worker_client.capture.test_ledger import CHUNK, TOKENS, Bench, ranges
@@ -46,6 +48,28 @@ def test_the_end_of_a_request_makes_a_piece_of_its_last_chunk() -> None:
     assert piece.piece_items == (ItemIdentity("mm", "x", 1),)
     assert it.lost == {}
     assert it.ledger.open_chunks == 0
+
+
+def test_a_claim_tells_the_identity_as_far_as_the_chunk_reaches() -> None:
+    it, lora = bench(), LoraIdentity("l", "/l")
+    early, late = ItemIdentity("mm", "x", 3), ItemIdentity("mm", "y", 8)
+    identity = Identity(lora, (ItemIdentity("mm", "z", 16), late, early))
+    chunks = it.step(it.part("a", 0, 16, first=True, identity=identity))
+    plain = [HashChain(CHUNK).root, *chunk_hashes(TOKENS[:8], CHUNK)]
+    assert [chunk.claim for chunk in chunks] == [
+        IdentityClaim(plain_parent_hash=plain[0], lora=lora, items=(early,)),
+        IdentityClaim(plain_parent_hash=plain[1], lora=lora, items=(early, late)),
+    ]
+    (alone,) = Bench().step(it.part("b", 0, 8, first=True, identity=identity))
+    assert alone.claim is None, "without its tokens it has none"
+
+
+def test_a_claim_of_more_items_than_a_store_may_tell_is_left_out() -> None:
+    for count, told in ((MAX_ITEMS, True), (MAX_ITEMS + 1, False)):
+        it = bench()
+        items = tuple(ItemIdentity("mm", str(number), number % 8) for number in range(count))
+        (chunk,) = it.step(it.part("a", 0, 8, first=True, identity=Identity(None, items)))
+        assert (chunk.claim is not None) == told
 
 
 def test_resumed_beyond_the_captured_rows_begins_another_piece() -> None:

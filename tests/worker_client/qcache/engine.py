@@ -15,10 +15,16 @@ import numpy.typing as npt
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.qcache.stitch import bits_dtype
 from lmcache_qprotocol.hashing import HashChain, chunk_hash, chunk_hashes
-from lmcache_qprotocol.identity import PLAIN, Identity
+from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import Layout, layout_id
-from lmcache_qprotocol.messages import RangeKey, RingDescription, StoreProof, StoreResult
+from lmcache_qprotocol.messages import (
+    IdentityClaim,
+    RangeKey,
+    RingDescription,
+    StoreProof,
+    StoreResult,
+)
 from lmcache_qprotocol.operations import REGISTER_Q_CACHE, STORE_Q
 from lmcache_qprotocol.stamps import EMPTY, first_stamp
 from tests.worker_client.link.memory import sealed_memory
@@ -128,8 +134,21 @@ class Engine:
             result = self._store_chunk(values, index, hashes[index], salt)
             assert result.ok, result
 
-    def store_piece(self, token_ids: Sequence[int], start: int, end: int, **key: Any) -> None:
-        """Store positions [start, end), all in one chunk of a sequence: a piece, or a whole chunk with its tokens."""
+    def store_piece(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        identity: Identity = PLAIN,
+        *,
+        claim: IdentityClaim | None = None,
+        **key: Any,
+    ) -> None:
+        """Store positions [start, end), all in one chunk of a sequence: a piece, or a whole chunk with its tokens.
+
+        Args:
+            claim: None tells the truth.
+        """
         self._nonce += 1
         base = start // CHUNK * CHUNK
         first, last = (start - base) // BLOCK, (end - 1 - base) // BLOCK
@@ -141,24 +160,40 @@ class Engine:
             for position in range(max(at, start), min(at + BLOCK, end)):
                 self.rows[block, :, position - at] = values[:, position]
                 self.stamps[block, position - at] = first_stamp(self._nonce, position)
-        parent = [HashChain(CHUNK).root, *chunk_hashes(token_ids[:base], CHUNK)][-1]
+        chain = HashChain(CHUNK, identity)
+        chain.extend(token_ids[:base])
+        parent, index = chain.parent(base // CHUNK), base // CHUNK
         tokens = tuple(token_ids[base:end])
+        begun = tuple(item for item in identity.items if item.offset < end)
+        claim = claim or IdentityClaim(
+            plain_parent_hash=chain.plain_parent(index), lora=identity.lora, items=begun
+        )
         key = {
             "model_name": feature_model_name(self.model_name, self.layout.feature),
             "world_size": self.world_size,
             "worker_id": self.rank,
             "start": start,
             "end": end,
-            "chunk_hashes": (chunk_hash(parent, tokens),),
+            "chunk_hashes": (chunk_hash(parent, tokens, base, identity.items),),
             "layout_id": layout_id(self.layout),
             "parent_hash": parent,
             "piece_tokens": tokens,
+            "piece_items": tuple(
+                ItemIdentity(item.kind, item.digest, item.offset - base)
+                for item in begun
+                if item.offset >= base
+            ),
             **key,
         }
         payloads = (RangeKey(**key), self.instance_id, (tuple(blocks),), b"")
-        proof = StoreProof(nonces=(self._nonce,))
+        proof = StoreProof(nonces=(self._nonce,), claim=claim)
         result: StoreResult = self.connection.link.call(STORE_Q, (*payloads, proof))
         assert result.ok, result
+
+    def store_all(self, token_ids: Sequence[int], identity: Identity = PLAIN, **key: Any) -> None:
+        """Store every position of a sequence, as a worker does: whole chunks with their tokens, and the tail."""
+        for start in range(0, len(token_ids), CHUNK):
+            self.store_piece(token_ids, start, min(start + CHUNK, len(token_ids)), identity, **key)
 
     def _store_chunk(
         self, values: npt.NDArray[Any], index: int, chunk_hash: bytes, salt: str

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qclient.identity.embeddings import embeds_item
 from lmcache_qclient.vllm.schedule import ScheduleTracker
 from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity, LoraIdentity
 from lmcache_qprotocol.reasons import LossReason as Loss
@@ -24,6 +26,7 @@ class Request:
     lora_request: Any = None
     mm_features: Any = None
     prompt_embeds: Any = None
+    prompt_is_token_ids: Any = None
     resumable: bool = False
 
     @property
@@ -194,9 +197,19 @@ def test_a_request_that_was_never_announced_is_counted_and_not_captured(
 # --- identity -------------------------------------------------------------------------------------
 
 
+def _picture(identifier: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=3, length=4), modality="image"
+    )
+
+
+def _adapter(name: str, path: str = "/nowhere", lora_int_id: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=lora_int_id)
+
+
 def test_lora_and_pictures_make_the_identity(tracker: ScheduleTracker) -> None:
     """C25, C26."""
-    lora = SimpleNamespace(lora_name="adapter", lora_path="/adapters/1")
+    lora = SimpleNamespace(lora_name="adapter", lora_path="/adapters/1", lora_int_id=1)
     picture = SimpleNamespace(identifier="abc", mm_position=SimpleNamespace(offset=3, length=4))
     _, step = started(tracker, lora_request=lora, mm_features=[picture])
     assert step.identity == Identity(
@@ -207,13 +220,96 @@ def test_lora_and_pictures_make_the_identity(tracker: ScheduleTracker) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"prompt_embeds": object()}, {"cache_salt": "x" * 4097}, {"resumable": True}]
+    "more",
+    [
+        {"cache_salt": "x" * 4097},
+        {"resumable": True},
+        {"mm_features": [_picture("x" * 513)]},
+        {"mm_features": [_picture("")]},
+        {"mm_features": [_picture("x")] * 4097},
+        {"lora_request": _adapter("x" * 513)},
+        {"lora_request": _adapter("a", "x" * 4097)},
+    ],
+    ids=[
+        "salt",
+        "streaming",
+        "item's name",
+        "no item's name",
+        "items",
+        "lora's name",
+        "lora's path",
+    ],
 )
 def test_what_no_key_can_name_is_skipped(tracker: ScheduleTracker, more: dict[str, Any]) -> None:
     _, step = started(tracker, **more)
     assert (step.skip, step.cache_salt, step.identity) == (Loss.CAPTURE_DISABLED, "", PLAIN)
     (step,) = tracker.build(output({"a": 1}, old=cached(("a", 6, None)))).requests
     assert step.skip is None, "the ledger remembers"
+
+
+def test_embeddings_are_items_where_they_stand(tracker: ScheduleTracker) -> None:
+    embeddings = torch.arange(20, dtype=torch.float32).view(10, 2)
+    _, step = started(tracker, prompt_embeds=embeddings)
+    assert (step.skip, step.identity) == (None, Identity(None, (embeds_item(embeddings),)))
+
+
+def test_embeddings_among_token_ids_are_an_item_a_run(tracker: ScheduleTracker) -> None:
+    embeddings = torch.arange(20, dtype=torch.float32).view(10, 2)
+    is_token = [False, True, True, False, False, False, True, True, True, False]
+    _, step = started(tracker, prompt_embeds=embeddings, prompt_is_token_ids=is_token)
+    assert step.identity.items == (
+        embeds_item(embeddings[:1], 0),
+        embeds_item(embeddings[3:6], 3),
+        embeds_item(embeddings[9:], 9),
+    )
+
+
+def test_an_adapter_that_is_not_sure_any_more_ends_its_requests(
+    tracker: ScheduleTracker,
+) -> None:
+    """A request under way, whose adapter's id comes with another adapter, may have other weights from now on."""
+    started(tracker, lora_request=_adapter("one"))
+    tracker.request_allocated(Request("b", [5, 6, 7], lora_request=_adapter("two")))
+    tracker.request_allocated(Request("c", [5, 6, 7]))
+    meta = tracker.build(
+        output(
+            {"a": 1, "b": 3, "c": 3},
+            (new("b", 0, [41]), new("c", 0, [51])),
+            cached(("a", 6, None)),
+        )
+    )
+    skips = {step.request_id: step.skip for step in meta.requests}
+    assert skips == {"a": Loss.CAPTURE_DISABLED, "b": Loss.CAPTURE_DISABLED, "c": None}
+
+
+def test_equal_names_at_once_end_both(tracker: ScheduleTracker) -> None:
+    """Of two adapters with one name in a batch vLLM loads one."""
+    started(tracker, lora_request=_adapter("one", "/a", 1))
+    tracker.request_allocated(Request("b", [5], lora_request=_adapter("one", "/b", 2)))
+    meta = tracker.build(output({"a": 1, "b": 1}, (new("b", 0, [41]),), cached(("a", 6, None))))
+    assert {step.skip for step in meta.requests} == {Loss.CAPTURE_DISABLED}
+
+
+@pytest.mark.parametrize(
+    "other", [("one", "/b", 2), ("two", "/b", 1), ("one", "/a", 2)], ids=["name", "id", "place"]
+)
+def test_adapters_that_clash_in_one_step_are_not_captured_in_it(
+    tracker: ScheduleTracker, other: tuple[str, str, int]
+) -> None:
+    """The first of them too, whose part of the step is made before the second one's."""
+    for name, lora in (("a", ("one", "/a", 1)), ("b", other)):
+        tracker.request_allocated(Request(name, [5], lora_request=_adapter(*lora)))
+    meta = tracker.build(output({"a": 1, "b": 1}, (new("a", 0, [31]), new("b", 0, [41]))))
+    assert [step.skip for step in meta.requests] == [Loss.CAPTURE_DISABLED] * 2
+
+
+def test_c25_one_name_after_another_is_captured(tracker: ScheduleTracker) -> None:
+    request, step = started(tracker, lora_request=_adapter("one", "/a", 1))
+    assert step.identity.lora == LoraIdentity("one", "/a")
+    tracker.request_finished(request)
+    tracker.request_allocated(Request("b", [5], lora_request=_adapter("one", "/b", 2)))
+    (step,) = tracker.build(output({"b": 1}, (new("b", 0, [41]),))).requests
+    assert (step.skip, step.identity.lora) == (None, LoraIdentity("one", "/b"))
 
 
 @pytest.mark.parametrize("salt", ["", "_default", "@", "/", "..", "\N{GRINNING FACE}", "x" * 4096])

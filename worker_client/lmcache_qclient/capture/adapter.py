@@ -230,7 +230,8 @@ class QRingBufferAdapter:
             piece_tokens=chunk.piece_tokens,
             piece_items=chunk.piece_items,
         )
-        payloads = (key, self.instance_id, (chunk.blocks,), b"", StoreProof(nonces=(chunk.nonce,)))
+        proof = StoreProof(nonces=(chunk.nonce,), claim=chunk.claim)
+        payloads = (key, self.instance_id, (chunk.blocks,), b"", proof)
         generation = self._generation  # read before sending, so that it is never too new
         try:
             future = self.connection.link.submit(STORE_Q, payloads)

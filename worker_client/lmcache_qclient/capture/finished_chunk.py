@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lmcache_qclient.capture.account import RequestTally
 from lmcache_qprotocol.identity import ItemIdentity
+from lmcache_qprotocol.messages import IdentityClaim
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class FinishedChunk:
         parent_hash: hash of the chunk before; None when the ledger does not do pieces.
         piece_tokens, piece_items: the chunk's tokens up to `end`, and the items that begin among them, their offsets
             counted from the chunk's start; both empty without `parent_hash`.
+        claim: what the tensors depend on besides, in words; it goes with `parent_hash`.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class FinishedChunk:
     parent_hash: bytes | None = None
     piece_tokens: tuple[int, ...] = ()
     piece_items: tuple[ItemIdentity, ...] = ()
+    claim: IdentityClaim | None = None
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,8 @@ from lmcache_qclient.capture.account import RequestTally
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qprotocol.hashing import HashChain, chunk_hash
 from lmcache_qprotocol.identity import ItemIdentity
+from lmcache_qprotocol.limits import MAX_ITEMS
+from lmcache_qprotocol.messages import IdentityClaim
 from lmcache_qprotocol.reasons import LossReason
 
 
@@ -101,6 +103,7 @@ class OpenRequest:
             parent,
             tokens,
             items,
+            self._claim(part.index, end) if pieces else None,
         )
 
     def _piece_hash(self, base: int, end: int) -> bytes:
@@ -113,4 +116,15 @@ class OpenRequest:
             ItemIdentity(item.kind, item.digest, item.offset - base)
             for item in self.chain.identity.items
             if base <= item.offset < end
+        )
+
+    def _claim(self, index: int, end: int) -> IdentityClaim | None:
+        """The identity of chunk `index` up to `end`, in words; None if it is longer than a store may tell."""
+        identity = self.chain.identity
+        begun = [item for item in identity.items if item.offset < end]
+        if len(begun) > MAX_ITEMS:
+            return None
+        begun.sort(key=lambda item: (item.offset, item.kind, item.digest))
+        return IdentityClaim(
+            plain_parent_hash=self.chain.plain_parent(index), lora=identity.lora, items=tuple(begun)
         )

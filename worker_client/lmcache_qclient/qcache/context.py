@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.qcache.arguments import Item, Lora, identity_of
 from lmcache_qclient.qcache.catalog import (
     StoredEntry,
     StoredLayout,
@@ -15,13 +16,14 @@ from lmcache_qclient.qcache.catalog import (
     read_status,
     stored_layouts,
 )
+from lmcache_qclient.qcache.identities import Identities, list_identities
 from lmcache_qclient.qcache.reading import Found, Wanted, find, read
 from lmcache_qclient.qcache.retrieval import Lookup, Retrieval
 from lmcache_qclient.qcache.session import Session
 from lmcache_qclient.qcache.status_page import fetch_status
 from lmcache_qclient.qcache.token_ids import token_list
 from lmcache_qprotocol.hashing import HashChain
-from lmcache_qprotocol.identity import Identity, ItemIdentity, LoraIdentity
+from lmcache_qprotocol.identity import Identity
 from lmcache_qprotocol.keys import FEATURE_SUFFIX, feature_model_name
 from lmcache_qprotocol.limits import MAX_SALT_CHARS
 
@@ -158,12 +160,12 @@ class QCacheContext:
         token_ids: Any,
         *,
         cache_salt: str = "",
-        lora: LoraIdentity | None = None,
-        mm: Sequence[ItemIdentity] = (),
+        lora: Lora = None,
+        mm: Sequence[Item] = (),
         layout: StoredLayout | None = None,
     ) -> Lookup:
         """How much of a sequence is stored, without reading it. Arguments and errors as `retrieve`."""
-        ids, identity = token_list(token_ids), Identity(lora, tuple(mm))
+        ids, identity = token_list(token_ids), identity_of(lora, mm)
 
         def look_up() -> Lookup:
             wanted = self._wanted(ids, cache_salt, identity, layout)
@@ -177,8 +179,8 @@ class QCacheContext:
         token_ids: Any,
         *,
         cache_salt: str = "",
-        lora: LoraIdentity | None = None,
-        mm: Sequence[ItemIdentity] = (),
+        lora: Lora = None,
+        mm: Sequence[Item] = (),
         layout: StoredLayout | None = None,
         out: torch.Tensor | None = None,
     ) -> Retrieval:
@@ -186,7 +188,11 @@ class QCacheContext:
 
         Args:
             token_ids: list or tuple of ints, or a 1-D integer numpy array or torch tensor.
-            cache_salt, lora, mm: as the engine had them when it computed the sequence.
+            cache_salt: as the request had it.
+            lora: the adapter's folder, if the sequence was computed with one; or a `LoraIdentity`, with name and path
+                as the engine has them, where the adapter's files could not be read beside the engine.
+            mm: multimodal items, as (identifier, offset of its first placeholder token) or `ItemIdentity`; prompt
+                embeddings, by `embeds_item`. `identities` tells what there is.
             layout: where the model is stored in several, one of `layouts`.
             out: contiguous CPU tensor `[layers, enough tokens, heads, head_dim]` to read into; what lies behind the
                 result's `num_tokens` is left in any state.
@@ -196,10 +202,33 @@ class QCacheContext:
             ConnectionError: the server does not answer, after one renewal of the connection.
             RequestError: it refuses; lifeline_required when its memory is not reachable from here.
         """
-        ids, identity = token_list(token_ids), Identity(lora, tuple(mm))
+        ids, identity = token_list(token_ids), identity_of(lora, mm)
         return self._session.run(
             lambda: self._read(self._wanted(ids, cache_salt, identity, layout), out)
         )
+
+    def identities(self, token_ids: Any) -> Identities:
+        """What is stored for the same token ids, whatever salt, LoRA adapter, multimodal items or embeddings it has.
+
+        Each can be retrieved: `retrieve(token_ids, **one.arguments)`. Not listed is what was stored without its tokens,
+        by an engine with `lmcache.q.tails: false`.
+
+        Raises:
+            TypeError, ValueError, ConnectionError: as `retrieve`.
+            RequestError: lifeline_required where the server's Unix socket is not reachable; salts go to nobody else.
+        """
+        ids = token_list(token_ids)
+
+        def listed() -> Identities:
+            layouts = self.layouts or (self._layout(None),)
+            return list_identities(
+                self._session,
+                ids,
+                layouts,
+                lambda salt, identity, layout: self._wanted(ids, salt, identity, layout),
+            )
+
+        return self._session.run(listed)
 
     def _wanted(
         self,

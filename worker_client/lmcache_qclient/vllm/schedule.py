@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qprotocol.identity import PLAIN, Identity, ItemIdentity, LoraIdentity
-from lmcache_qprotocol.limits import MAX_SALT_CHARS
+from lmcache_qclient.vllm.adapters import Adapters
+from lmcache_qclient.vllm.identity import request_identity
+from lmcache_qprotocol.identity import PLAIN, Identity
 from lmcache_qprotocol.reasons import LossReason
 
 
@@ -45,6 +46,7 @@ class ScheduleTracker:
         self.block_size = block_size
         self._requests: dict[str, _Tracked] = {}
         self._finished: deque[FinishedRequest] = deque()
+        self._adapters = Adapters()
 
     def request_allocated(self, request: Any) -> None:
         """vLLM gives a waiting request its blocks: new, or resumed."""
@@ -124,7 +126,7 @@ class ScheduleTracker:
         last_block = (start + count - 1) // self.block_size
         first = not tracked.announced
         tracked.announced = True
-        identity, skip = _identity(tracked.request) if first else (PLAIN, None)
+        identity, skip = self._identity(tracked.request) if first else (PLAIN, None)
         sent, tokens = _tokens_from(tracked)
         return RequestStep(
             request_id=request_id,
@@ -140,6 +142,26 @@ class ScheduleTracker:
             skip=skip,
             tokens_from=sent,
         )
+
+    def _identity(self, request: Any) -> tuple[Identity, LossReason | None]:
+        """What besides token ids the request's tensors depend on, and why it can't be captured, if so."""
+        if request.lora_request is not None:
+            self._adapters.note_in_use(request.lora_request, self._loras().values())
+        identity = request_identity(request, self._adapters)
+        if identity is not None:
+            return identity, None
+        for name, lora in self._loras().items():
+            if self._adapters.is_doubtful(lora):
+                self._requests[name].strange = True
+        return PLAIN, LossReason.CAPTURE_DISABLED
+
+    def _loras(self) -> dict[str, Any]:
+        """`LoRARequest`s of the requests under way, by request id."""
+        loras = {
+            name: getattr(tracked.request, "lora_request", None)
+            for name, tracked in self._requests.items()
+        }
+        return {name: lora for name, lora in loras.items() if lora is not None}
 
 
 def _strange(
@@ -172,23 +194,3 @@ def _scheduled_tokens(output: Any) -> int:
         return int(sum(output.num_scheduled_tokens.values()))
     except Exception:  # noqa: BLE001 - the output is what has failed before; 0 is all that is known then
         return 0
-
-
-def _identity(request: Any) -> tuple[Identity, LossReason | None]:
-    """What besides token ids the request's tensors depend on, and why it can't be captured, if so."""
-    salt = request.cache_salt or ""
-    # Embeddings stand where token ids are unknown, and a session with streaming input takes told token ids back: no key
-    # would be right.
-    unnamed = getattr(request, "prompt_embeds", None) is not None or getattr(
-        request, "resumable", False
-    )
-    if unnamed or len(salt) > MAX_SALT_CHARS:
-        return PLAIN, LossReason.CAPTURE_DISABLED
-    lora = request.lora_request
-    items = tuple(
-        ItemIdentity("mm", feature.identifier, feature.mm_position.offset)
-        for feature in request.mm_features or ()
-    )
-    return Identity(
-        None if lora is None else LoraIdentity(lora.lora_name, lora.lora_path), items
-    ), None

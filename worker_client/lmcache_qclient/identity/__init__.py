@@ -1,0 +1,1 @@
+"""Digests of what makes equal token ids mean different tensors; the capture and the SDK compute them alike."""
