@@ -42,25 +42,24 @@ class Targets:
 
 def targets_of(runs: Sequence[Run]) -> Targets:
     """Runs spelled out row by row."""
-    lengths = np.array([run.length for run in runs], dtype=np.int64)
     request_ids = tuple(dict.fromkeys(run.request_id for run in runs))
     number = {request_id: index for index, request_id in enumerate(request_ids)}
-    ramp = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-    def spell(starts: list[int]) -> Slots:
-        rows: Slots = np.repeat(np.array(starts, dtype=np.int64), lengths) + ramp
-        return rows
-
-    engine_slots = spell([run.engine_slot for run in runs])
-    order = np.argsort(engine_slots, kind="stable")
-    owners = np.repeat(np.array([number[run.request_id] for run in runs], dtype=np.int64), lengths)
-    return Targets(
-        engine_slots[order],
-        spell([run.ring_slot for run in runs])[order],
-        spell([run.stamp for run in runs])[order],
-        owners[order],
-        request_ids,
-    )
+    table: Slots = np.array(
+        [
+            (run.engine_slot, run.ring_slot, run.stamp, number[run.request_id], run.length)
+            for run in runs
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 5)
+    lengths = table[:, 4]
+    rows = int(lengths.sum())
+    if rows != len(runs):  # decode brings one row a run: nothing to spell out
+        table = np.repeat(table, lengths, axis=0)
+        ramp = np.arange(rows) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        table[:, :3] += ramp[:, None]
+    by_slot = np.ascontiguousarray(table[table[:, 0].argsort(kind="stable")].T)
+    engine_slots, ring_slots, stamps, owners, _ = by_slot
+    return Targets(engine_slots, ring_slots, stamps, owners, request_ids)
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,10 @@ def attribute(slot_mapping: Slots, targets: Targets) -> Attribution:
     again = np.flatnonzero(np.diff(targets.engine_slots) == 0)
     bad = hits != 1
     bad[again] = bad[again + 1] = True
-    bad_owners = np.unique(targets.owners[bad])
-    good = found & ~np.isin(targets.owners[place], bad_owners)
+    good, bad_owners = found, targets.owners[bad]
+    if len(bad_owners):
+        bad_owners = np.unique(bad_owners)
+        good = found & ~np.isin(targets.owners[place], bad_owners)
     return Attribution(
         np.where(good, targets.ring_slots[place], -1),
         np.where(good, targets.stamps[place], -1),

@@ -22,8 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lmcache_qclient.capture.attribution import Slots
 from lmcache_qclient.capture.blocks import BlockAllocator
 from lmcache_qclient.capture.ring_memory import RingMemory
+from lmcache_qclient.capture.rows_aside import RowsAside
 from lmcache_qprotocol.stamps import EMPTY, STAMP_BYTES
 
 PAGE = 4096
@@ -111,7 +113,10 @@ class QRingBuffer:
             f"lmcache_q_layer_{layer}": blocks[:, layer] for layer in range(num_layers)
         }
         self._stamps = self.flat_stamps[:-1].view(num_blocks, block_size)
-        self._host_bits = self._flat_bits.numpy() if self.memory is not None else None
+        on_host = self.memory is not None
+        self._host_bits = self._flat_bits.numpy() if on_host else None
+        self._host_stamps = self.flat_stamps.numpy() if on_host else None
+        self.aside = RowsAside(num_layers, hidden_dim, dtype) if on_host else None
 
     def _allocate_memory(self) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -166,7 +171,7 @@ class QRingBuffer:
 
     def write(self, layer_index: int, query: torch.Tensor, index: RowIndex) -> None:
         """`scatter` with a prepared index; never waits for the device. Rows beyond the index are padding."""
-        rows = self._rows(layer_index, query)
+        rows = self.as_rows(layer_index, query)
         # As integers of the same size: torch copies no fp8 by index.
         bits = rows[: len(index.base)].detach().to(self.dtype).view(self._flat_bits.dtype)
         offset = layer_index * self.block_size
@@ -177,7 +182,30 @@ class QRingBuffer:
             # NumPy's indexed assignment costs a fifth of torch's for a few rows, and half for many.
             self._host_bits[np.minimum(index.base.numpy() + offset, self._trash_row)] = bits.numpy()
 
-    def _rows(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
+    def take_aside(self, ring_slots: Slots, stamps: Slots) -> None:
+        """Write what waits in `aside`, all layers at once, and stamp it; host memory only.
+
+        Args:
+            ring_slots: int64 `[rows]`, inside the ring; -1 drops the row.
+            stamps: int64 `[rows]`.
+        """
+        assert self._host_bits is not None
+        assert self._host_stamps is not None
+        assert self.aside is not None
+        blocks = self._host_bits[:-1].reshape(self.num_blocks, self.num_layers, self.block_size, -1)
+        waiting = self.aside.rows.view(self._flat_bits.dtype).numpy()
+        for row, slot in enumerate(ring_slots.tolist()):
+            if slot >= 0:
+                block, offset = divmod(slot, self.block_size)
+                blocks[block, :, offset] = waiting[:, row]
+        self._host_stamps[ring_slots] = stamps  # -1 is the trash stamp, the last
+
+    def as_rows(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
+        """The query as `[rows, hidden_dim]`.
+
+        Raises:
+            ValueError: wrong layer index, or wrong width of a row.
+        """
         if not 0 <= layer_index < self.num_layers:
             raise ValueError(f"layer index {layer_index} is not in [0, {self.num_layers})")
         width = query[0].numel() if len(query) else self.hidden_dim

@@ -13,6 +13,7 @@ import torch
 
 from lmcache_qclient.capture.attribution import Targets, attribute
 from lmcache_qclient.capture.ring import QRingBuffer, to_device
+from lmcache_qclient.capture.rows_aside import FEW
 
 
 class StepRows(ABC):
@@ -34,7 +35,7 @@ class StepRows(ABC):
         self._ring = ring
         self._rows = len(slot_mapping)
         self._ring_slots, self._stamps = self._find(slot_mapping, targets)
-        self._index = ring.index(self._ring_slots)
+        self._prepare()
 
     @abstractmethod
     def _find(
@@ -42,17 +43,24 @@ class StepRows(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ring slot (-1: dropped) and stamp of each row; int64 `[rows]` on the ring's device."""
 
+    def _prepare(self) -> None:
+        """What is the same for every layer."""
+        self._index = self._ring.index(self._ring_slots)
+
     def write(self, layer: int, query: torch.Tensor) -> None:
         """Write one layer's rows; rows of the query beyond the slot mapping are padding.
 
         Raises:
             ValueError: there are fewer rows than the first layer had.
         """
+        self._check_rows(layer, query)
+        self._ring.write(layer, query, self._index)
+
+    def _check_rows(self, layer: int, query: torch.Tensor) -> None:
         if len(query) < self._rows:
             raise ValueError(
                 f"layer {layer} of the ring brought {len(query)} rows, the step's first one {self._rows}"
             )
-        self._ring.write(layer, query, self._index)
 
     def stamp(self) -> None:
         """All layers are written."""
@@ -60,7 +68,41 @@ class StepRows(ABC):
 
 
 class HostRows(StepRows):
-    """The slot mapping lies in host memory."""
+    """The slot mapping lies in host memory. Few rows wait aside until the last layer (rows_aside.py)."""
+
+    def _prepare(self) -> None:
+        self._shape = torch.Size()
+        self._layers: list[torch.Tensor] = []
+        self._few = self._rows <= FEW
+        if not self._few:
+            super()._prepare()
+
+    def write(self, layer: int, query: torch.Tensor) -> None:
+        """See `StepRows`."""
+        if not self._few:
+            super().write(layer, query)
+            return
+        # The same shape as the first layer's, so nothing is broadcast.
+        if query.shape != self._shape or query.requires_grad:
+            query = self._fitted(layer, query)
+        self._layers[layer].copy_(query)
+
+    def _fitted(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """The query without padding, in the shape of the first layer's."""
+        self._check_rows(layer, query)
+        rows = self._ring.as_rows(layer, query)[: self._rows].detach()
+        if not self._layers:
+            assert self._ring.aside is not None
+            self._shape = torch.Size((self._rows, *query.shape[1:]))
+            self._layers = self._ring.aside.layers(self._shape)
+        return rows.reshape(self._shape)
+
+    def stamp(self) -> None:
+        """See `StepRows`."""
+        if self._few:
+            self._ring.take_aside(self._ring_slots.numpy(), self._stamps.numpy())
+        else:
+            super().stamp()
 
     def _find(
         self, slot_mapping: torch.Tensor, targets: Targets

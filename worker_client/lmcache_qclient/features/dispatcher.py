@@ -55,8 +55,12 @@ class Dispatcher:
     def save_kv_layer(
         self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
     ) -> None:
-        """From inside the forward pass, once a layer."""
-        self._each(lambda feature: feature.save_kv_layer(layer_name, tensors, slot_mapping))
+        """From inside the forward pass, once a layer; as `_each`, which would be two calls more between layers."""
+        for feature in self.features:
+            try:
+                feature.save_kv_layer(layer_name, tensors, slot_mapping)
+            except Exception as error:  # noqa: BLE001 - as there
+                self._failed(feature, error)
 
     def wait_for_save(self, event: bytes | None) -> None:
         """At the forward's exit."""
