@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import overhead, round_trip, store_and_retrieve
+from benchmarks import outage, overhead, round_trip, store_and_retrieve
+from benchmarks.engine import fast_dtype
 from demo.__main__ import MODEL
 from demo.model import prepare
 from demo.table import render_table
@@ -17,43 +19,83 @@ SIZES_MIB = (16, 64)
 BENCH = Path("bench.json")
 
 
-def main() -> None:
-    """Measure and report."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--rounds", type=int, default=20, help="pairs per size of store and retrieve"
+        "--rounds",
+        type=int,
+        default=20,
+        help="pairs per size of store and retrieve; 0 leaves the server's figures out",
     )
     parser.add_argument(
-        "--pairs", type=int, default=12, help="pairs of engine batches; 0 leaves the engine out"
+        "--pairs", type=int, default=30, help="pairs of engine batches; 0 leaves the overhead out"
     )
-    options = parser.parse_args()
+    parser.add_argument(
+        "--outages", type=int, default=6, help="outages of each kind; 0 leaves them out"
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        help="of the engines; may be given twice, each has its own figures (the fastest of bfloat16 and float32 here: "
+        f"{fast_dtype()})",
+    )
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Measure and report."""
+    options = parse()
+    figures: dict[str, Any] = {}
+    if options.rounds:
+        figures |= server_figures(options.rounds)
+    if options.pairs or options.outages:
+        prepare(MODEL, print)
+    for dtype in options.dtype or [fast_dtype()]:
+        # The fastest dtype's figures carry the plain name, another's its own.
+        suffix = "" if dtype == fast_dtype() else f"_{dtype}"
+        if options.pairs:
+            print(f"capture overhead, {dtype}: two engines take turns ...", flush=True)
+            figures[f"capture_overhead{suffix}"] = overhead.measure(MODEL, options.pairs, dtype)
+        if options.outages:
+            print(f"outages, {dtype}: the server is killed, then stopped ...", flush=True)
+            figures[f"outage{suffix}"] = {
+                "killed": outage.measure(MODEL, options.outages, dtype, hang=False),
+                "hung": outage.measure(MODEL, options.outages, dtype, hang=True),
+            }
+    print(render_table(list(rows(figures))))
+    BENCH.write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"report: {BENCH}")
+
+
+def server_figures(rounds: int) -> dict[str, Any]:
+    """What needs no engine."""
     store, retrieve = {}, {}
     with running_daemon(pool_bytes="3GiB") as server:
         for size in SIZES_MIB:
             print(f"store and retrieve, {size} MiB ...", flush=True)
             store[f"{size}MiB"], retrieve[f"{size}MiB"] = store_and_retrieve.measure(
-                server, size, options.rounds
+                server, size, rounds
             )
         print("round trip ...", flush=True)
         trip = round_trip.measure(server)
-        figures: dict[str, dict[str, Any]] = {
-            "store_vs_memcpy": store,
-            "retrieve_vs_memcpy": retrieve,
-            "rtt_vs_raw": trip,
-        }
-        if options.pairs:
-            print("capture overhead: two engines start, then take turns ...", flush=True)
-            prepare(MODEL, print)
-            figures["capture_overhead"] = overhead.measure(server, MODEL, options.pairs)
-    rows = [
-        {"figure": name, "of": part, "value": value}
-        for name, parts in figures.items()
-        for part, value in parts.items()
-    ]
-    print(render_table(rows))
-    BENCH.write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"report: {BENCH}")
+    return {"store_vs_memcpy": store, "retrieve_vs_memcpy": retrieve, "rtt_vs_raw": trip}
+
+
+def rows(figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One line a value; parts of parts are named with dots."""
+    for name, parts in figures.items():
+        for part, value in flat(parts):
+            yield {"figure": name, "of": part, "value": value}
+
+
+def flat(parts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` → ("a.b", 1)."""
+    for name, value in parts.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", deep) for inner, deep in flat(value))
+        else:
+            yield name, value
 
 
 if __name__ == "__main__":

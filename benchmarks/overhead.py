@@ -1,87 +1,108 @@
-"""capture_overhead: prefill tokens per second with capture divided by without, in interleaved pairs.
+"""capture_overhead: tokens per second with capture, divided by those without, for prefill and for decode.
 
-Two engines run side by side, one with capture and one without, and take turns: each pair gets the same batch.
+Two engines run side by side on one core, one with capture and one without, and take turns: each pair gets the same
+batch, and who goes first alternates. While one computes the other waits for its standard input (what it takes of the
+core meanwhile is measured: `idle_cpu_share`). The server has a core of its own. Prefix caching is off: all is computed.
+
+A capture that loses rows would be no capture, so the server's own count is part of the figure: `captured_share` is
+captured / computed over all batches, where computed must be what vLLM's scheduler has scheduled.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.engine import PROMPT_TOKENS, PROMPTS, fast_dtype
+from benchmarks.cores import pinned, server_core
+from benchmarks.engine_handle import Batch, EngineHandle, running_engine
+from benchmarks.load import DECODE, PREFILL, Load, fitted
 from benchmarks.samples import bootstrap_interval, speed_ratio
-from lmcache_qserver.testing.daemon import RunningDaemon
+from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
+
+POOL = "1GiB"
+WARM_UPS = 2
+LOADS = {"prefill": PREFILL, "decode": DECODE}
+
+Pair = tuple[Batch, Batch]
+"""With capture, without."""
 
 
-class Engine:
-    """A child process that runs batches."""
-
-    def __init__(self, model: Path, *server_url: str) -> None:
-        one_thread = {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine", str(model), *server_url],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **one_thread},
-        )
-
-    def batch(self, number: int) -> float:
-        """Seconds of one batch."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{number}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the engine has ended with code {self.process.wait()}")
-        seconds: float = json.loads(answer)["seconds"]
-        return seconds
+def measure(model: Path, pairs: int, dtype: str) -> dict[str, dict[str, Any]]:
+    """One entry each for prefill and decode."""
+    return {name: measure_load(model, load, pairs, dtype) for name, load in LOADS.items()}
 
 
-@contextlib.contextmanager
-def running_engine(model: Path, *server_url: str) -> Iterator[Engine]:
-    """An engine that is stopped in the end."""
-    engine = Engine(model, *server_url)
-    try:
-        yield engine
-    finally:
-        assert engine.process.stdin is not None
-        engine.process.stdin.close()
-        try:
-            engine.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            engine.process.kill()
+def measure_load(model: Path, load: Load, pairs: int, dtype: str) -> dict[str, Any]:
+    """The ratio with its 95 % interval, tokens per second of both, and how much was captured."""
+    with pinned(server_core()), running_daemon(pool_bytes=POOL) as server:
+        with (
+            running_engine(model, dtype=dtype) as without,
+            running_engine(model, dtype=dtype, server_url=server.url) as capturing,
+        ):
+            load = _warm(load, without, capturing)
+            idle = _idle_share(load, without, capturing)
+            batches = [_pair(number, load, without, capturing) for number in range(pairs)]
+        captured = captured_share(server, capturing.computed)
+    return {
+        **summary(batches),
+        "captured_share": captured,
+        "idle_cpu_share": idle,
+        "batch": str(load),
+        "dtype": dtype,
+    }
 
 
-def measure(server: RunningDaemon, model: Path, pairs: int) -> dict[str, float | str]:
-    """The ratio with its 95 % interval, and tokens per second of both."""
-    times = []
-    with running_engine(model) as without, running_engine(model, server.url) as capturing:
+def _warm(load: Load, without: EngineHandle, capturing: EngineHandle) -> Load:
+    without.run(load, -1)
+    load = fitted(load, lambda load: without.run(load, -2).seconds)
+    for number in range(WARM_UPS):
         for engine in (without, capturing):
-            engine.batch(0)
-        for number in range(1, pairs + 1):
-            order = (capturing, without) if number % 2 else (without, capturing)
-            taken = {engine: engine.batch(number) for engine in order}
-            times.append((taken[capturing], taken[without]))
+            engine.run(load, -3 - number)
+    return load
+
+
+def _idle_share(load: Load, without: EngineHandle, capturing: EngineHandle) -> float:
+    """CPU time of the capturing engine while the other computes, as a share of that time."""
+    before = capturing.cpu_seconds()
+    batch = without.run(load, -10)
+    return (capturing.cpu_seconds() - before) / batch.seconds
+
+
+def _pair(number: int, load: Load, without: EngineHandle, capturing: EngineHandle) -> Pair:
+    order = (capturing, without) if number % 2 else (without, capturing)
+    taken = {engine: engine.run(load, number) for engine in order}
+    return taken[capturing], taken[without]
+
+
+def captured_share(server: RunningDaemon, computed: int) -> float:
+    """Captured / computed by the server's count, once the engine has left.
+
+    Raises:
+        RuntimeError: it has not counted what the scheduler has scheduled.
+    """
+    coverage = server.status()["coverage"]
+    if coverage["computed"] != computed or coverage["pending"]:
+        raise RuntimeError(f"{computed} tokens were scheduled, the server counts {coverage}")
+    share: float = coverage["captured"] / computed
+    return share
+
+
+def summary(batches: Sequence[Pair]) -> dict[str, Any]:
+    """What may be said of the pairs; `cpu_ratio` is of CPU time, in which other work on the machine shows less."""
+    times = [(ours.seconds, theirs.seconds) for ours, theirs in batches]
     low, high = bootstrap_interval(times)
-    tokens = PROMPTS * PROMPT_TOKENS * len(times)
+    computed = sum(ours.computed for ours, _ in batches)
     return {
         "ratio": speed_ratio(times),
         "low": low,
         "high": high,
         "pairs": len(times),
-        "dtype": fast_dtype(),
-        "with_tokens_s": tokens / sum(pair[0] for pair in times),
-        "without_tokens_s": tokens / sum(pair[1] for pair in times),
+        "with_tokens_s": computed / sum(ours for ours, _ in times),
+        "without_tokens_s": computed / sum(theirs for _, theirs in times),
+        "cpu_ratio": speed_ratio(
+            [(ours.cpu_seconds, theirs.cpu_seconds) for ours, theirs in batches]
+        ),
+        "batch_s": statistics.median(theirs for _, theirs in times),
     }
