@@ -67,7 +67,7 @@ def note_accounts() -> list[Account]:
         build(account)
         made.append(account)
 
-    Account.__init__ = noting  # type: ignore[method-assign]  # the connector keeps its account to itself
+    setattr(Account, "__init__", noting)  # noqa: B010 - mypy lets nobody assign to it
     return made
 
 

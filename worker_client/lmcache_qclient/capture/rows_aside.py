@@ -30,6 +30,5 @@ class RowsAside:
     def layers(self, shape: torch.Size) -> list[torch.Tensor]:
         """Each layer's first rows, as tensors of `shape`: `[rows, ...]`, at most FEW, `hidden_dim` elements each."""
         if shape not in self._layers:
-            rows = self.rows[:, : shape[0]]
-            self._layers[shape] = list(rows.unflatten(2, shape[1:]).unbind(0))
+            self._layers[shape] = [layer[: shape[0]].view(shape) for layer in self.rows]
         return self._layers[shape]
