@@ -40,6 +40,7 @@ class FakeAdapter:
         self.layout: Layout | None = None
         self.context: TransferContext | None = None
         self.calls: list[str] = []
+        self.told = self.account.report()
 
     def establish_transfer_context(self, ring_block_size: int) -> TransferContext:
         self.context = TransferContext(
@@ -79,11 +80,17 @@ class FakeAdapter:
     def stores_under_way(self) -> int:
         return len(self.waiting)
 
+    @property
+    def report_is_stale(self) -> bool:
+        return self.told != self.account.report()
+
     def tell_report(self) -> None:
+        self.told = self.account.report()
         self.calls.append("tell_report")
 
-    def update_report(self) -> None:
-        self.calls.append("update_report")
+    def renew_report(self, now: float) -> None:
+        self.told = self.account.report()
+        self.calls.append("renew_report")
 
     def shutdown_q_ring(self) -> None:
         self.calls.append("shutdown_q_ring")

@@ -112,6 +112,10 @@ class FakeHeartbeat:
         self.on_lost, self.on_restored, self.ping_payloads = on_lost, on_restored, ping_payloads
         self.healthy = True
         self.started = self.stopped = False
+        self.asked = 0
+
+    def beat_now(self) -> None:
+        self.asked += 1
 
     def start(self) -> None:
         self.started = True
@@ -450,6 +454,42 @@ def test_pings_carry_the_last_report(bench: Bench) -> None:
     _, report = bench.heartbeat.ping_payloads()
     assert (report.computed, report.pending, report.captured) == (8, 8, 0)
     assert (report.ring_blocks, report.ring_used, report.ring_high_water) == (8, 2, 2)
+
+
+def test_while_steps_run_the_report_is_renewed_now_and_then(bench: Bench) -> None:
+    bench.register()
+    seen = []
+    for step in range(10):  # a step takes a tenth of a second
+        bench.adapter.account.request("r").compute(1)
+        bench.adapter.renew_report(1000 + step / 10)
+        seen.append(bench.heartbeat.ping_payloads()[1].computed)
+    assert seen == [1, 1, 1, 4, 4, 4, 7, 7, 7, 10]
+
+
+def test_a_stale_report_is_told_at_once(bench: Bench) -> None:
+    bench.register()
+    assert not bench.adapter.report_is_stale
+    bench.submit()
+    assert bench.adapter.report_is_stale
+    bench.adapter.tell_report()
+    assert bench.heartbeat.asked == 1
+    assert bench.heartbeat.ping_payloads()[1].pending == 8
+    assert not bench.adapter.report_is_stale
+    bench.connection.link.futures[0].set_result(StoreResult(b"", True))
+    bench.adapter.reclaim_finished_q_stores()
+    assert bench.adapter.report_is_stale, "pending has become captured"
+
+
+def test_waiting_for_any_store_ends_with_the_first_answer_or_in_time(bench: Bench) -> None:
+    bench.register()
+    bench.adapter.wait_for_any_store(0.0)
+    bench.submit()
+    bench.submit()
+    bench.adapter.wait_for_any_store(0.01)
+    assert bench.adapter.reclaim_finished_q_stores() == 0
+    bench.connection.link.futures[1].set_result(StoreResult(b"", True))
+    bench.adapter.wait_for_any_store(60.0)
+    assert bench.adapter.reclaim_finished_q_stores() == 1
 
 
 def test_shutdown_reclaims_reports_and_leaves(bench: Bench) -> None:

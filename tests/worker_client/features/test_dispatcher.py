@@ -216,7 +216,7 @@ def one_step(dispatcher: Dispatcher, name: str, *, width: int = 3) -> None:
 def test_queries_go_the_whole_way(dispatcher: Dispatcher, adapter: FakeAdapter) -> None:
     one_step(dispatcher, "a")
     assert adapter.account.captured == 8
-    assert adapter.calls == ["update_report"]
+    assert adapter.calls == ["renew_report"]
     dispatcher.shutdown()
     assert adapter.calls[-1] == "shutdown_q_ring"
 
@@ -244,7 +244,9 @@ def test_between_steps_the_ends_that_were_told_nowhere_are_stored(
     assert (adapter.account.captured, adapter.account.pending) == (0, 3)
     dispatcher.work_idle((FinishedRequest("a", 3),))
     assert (adapter.account.captured, adapter.account.pending) == (3, 0)
-    assert adapter.calls == ["tell_report"]
+    assert adapter.calls == ["tell_report", "tell_report"]
+    dispatcher.work_idle(())
+    assert adapter.calls == ["tell_report", "tell_report"], "there is nothing new to tell"
     assert [one.request_id for one in adapter.account.recent] == ["a"]
 
 

@@ -39,6 +39,9 @@ from lmcache_qprotocol.reasons import LossReason
 
 logger = logging.getLogger(__name__)
 
+REPORT_AGE_S = 0.25
+"""A report is taken at most so often while steps run: it costs as much as the rest of a step's end."""
+
 
 @dataclass(frozen=True)
 class TransferContext:
@@ -96,6 +99,7 @@ class QRingBufferAdapter:
         self._generation = 0
         self._sequence = itertools.count()
         self._report: WorkerReport = account.report()
+        self._report_due = 0.0
         self._refused: set[LossReason] = set()
         self._heartbeat = Heartbeat(
             connection,
@@ -301,8 +305,24 @@ class QRingBufferAdapter:
         """Stores without an answer yet."""
         return len(self._in_flight)
 
+    def renew_report(self, now: float) -> None:
+        """`update_report`, if the present one is old enough; called once a step by the engine's thread.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if now >= self._report_due:
+            self._report_due = now + REPORT_AGE_S
+            self.update_report()
+
+    @property
+    def report_is_stale(self) -> bool:
+        """Whether the account has gone on since the report was taken."""
+        account, report = self.account, self._report
+        return (account.computed, account.pending) != (report.computed, report.pending)
+
     def update_report(self) -> None:
-        """Take the snapshot that the next ping carries; called once a step by the engine's thread."""
+        """Take the snapshot that the next ping carries."""
         usage = self._registration.ring.usage() if self._registration is not None else (0, 0, 0, 0)
         self._report = self.account.report(usage[0], usage[2], usage[3])
 

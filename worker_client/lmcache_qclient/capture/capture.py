@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -211,7 +212,7 @@ class QRingBufferCapture:
     def reclaim(self) -> None:
         """Give the blocks of finished stores back, and renew the report to the server."""
         self.adapter.reclaim_finished_q_stores()
-        self.adapter.update_report()
+        self.adapter.renew_report(time.monotonic())
 
     def work_idle(self, ended: Sequence[FinishedRequest] | None) -> float | None:
         """Between steps, when none has come for a while.
@@ -227,7 +228,8 @@ class QRingBufferCapture:
             return None
         for chunk in self.ledger.hand_out_idle() if ended is None else self.ledger.end_told(ended):
             self.adapter.submit_q_store_request(chunk)
-        if self.adapter.reclaim_finished_q_stores() or ended:
+        self.adapter.reclaim_finished_q_stores()
+        if self.adapter.report_is_stale:
             self.adapter.tell_report()
         return ANSWER_POLL_S if self.adapter.stores_under_way else None
 

@@ -228,6 +228,10 @@ class Ledger:
         if index in request.closed:
             request.tally.lose(request.closed[index], stop - start)
             return
+        part = request.open.get(index)
+        if part is not None and part.filled == start and not request.has_other(index):
+            self._capture(step, request, index, start, stop)  # nearly every step of a decode
+            return
         for held_from, held_to in request.held(index):
             free_to = min(stop, held_from)
             if start < free_to and not self._capture(step, request, index, start, free_to):

@@ -70,6 +70,10 @@ class OpenRequest:
         del self.open[part.index]
         self.sealed.append(part)
 
+    def has_other(self, index: int) -> bool:
+        """Whether rows of chunk `index` are, or were, in another part than the open one."""
+        return index in self.done or any(part.index == index for part in self.sealed)
+
     def held(self, index: int) -> list[tuple[int, int]]:
         """Positions [from, to) of chunk `index` that are captured, in order."""
         spans = [(part.first, part.filled) for part in self.sealed if part.index == index]

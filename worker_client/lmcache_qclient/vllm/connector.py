@@ -67,6 +67,8 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._reference_layer: str | None = None
         self._idle: IdleWatch | None = None
         self._last_step: StepMeta | None = None
+        self._in_step = False
+        self._slots: torch.Tensor | None = None
         if not self.settings.features:
             return
         refuse_unsupported(vllm_config)
@@ -122,11 +124,13 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _on_query(self, layer_name: str, query: torch.Tensor) -> None:
-        if self._dispatcher is None or not self.has_connector_metadata():
+        # Called between any two layers: what is the same for all of them is looked up by the first.
+        if self._dispatcher is None or not self._in_step:
             return
-        mapping = get_forward_context().slot_mapping
-        slots = mapping.get(self._reference_layer) if isinstance(mapping, dict) else None
-        self._dispatcher.save_kv_layer(layer_name, {"q": query}, slots)
+        if self._slots is None:
+            mapping = get_forward_context().slot_mapping
+            self._slots = mapping.get(self._reference_layer) if isinstance(mapping, dict) else None
+        self._dispatcher.save_kv_layer(layer_name, {"q": query}, self._slots)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -136,11 +140,15 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle is not None:
             self._idle.step_begins()
         self._last_step = connector_metadata.step
+        self._slots = None
+        self._in_step = True
         self._dispatcher.begin_step(connector_metadata.step)
 
     def clear_connector_metadata(self) -> None:
         """A step has ended."""
         super().clear_connector_metadata()
+        self._in_step = False
+        self._slots = None
         if self._idle is not None:
             self._idle.step_ended()
 
