@@ -72,6 +72,7 @@ class HostRows(StepRows):
 
     def _prepare(self) -> None:
         self._shape = torch.Size()
+        self._numel = self._dim = -1
         self._layers: list[torch.Tensor] = []
         self._few = self._rows <= FEW
         if not self._few:
@@ -82,8 +83,9 @@ class HostRows(StepRows):
         if not self._few:
             super().write(layer, query)
             return
-        # The same shape as the first layer's, so nothing is broadcast.
-        if query.shape != self._shape or query.requires_grad:
+        # Of as many dimensions and elements `copy_` takes the first layer's shape only; it broadcasts nothing then. To
+        # compare shapes would cost as much as to copy.
+        if query.numel() != self._numel or query.dim() != self._dim:
             query = self._fitted(layer, query)
         self._layers[layer].copy_(query)
 
@@ -95,6 +97,9 @@ class HostRows(StepRows):
             assert self._ring.aside is not None
             self._shape = torch.Size((self._rows, *query.shape[1:]))
             self._layers = self._ring.aside.layers(self._shape)
+            # An engine's tensors want no gradients; others are detached here, layer by layer.
+            self._numel = -1 if query.requires_grad else self._shape.numel()
+            self._dim = len(self._shape)
         return rows.reshape(self._shape)
 
     def stamp(self) -> None:
