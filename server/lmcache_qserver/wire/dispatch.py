@@ -22,13 +22,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-import msgspec
-
-from lmcache_qprotocol.codec import decode_request, decode_uid, encode_error, encode_result
+from lmcache_qprotocol.codec import (
+    decode_operation,
+    decode_payloads,
+    decode_uid,
+    encode,
+    encode_error,
+    encode_result,
+)
 from lmcache_qprotocol.errors import ErrorCode, ProtocolError, QServerError, RequestError
 from lmcache_qprotocol.limits import MAX_FRAMES, Limits
 from lmcache_qprotocol.messages import ReplyMeta
-from lmcache_qprotocol.operations import BY_WIRE, SILENCE, Operation
+from lmcache_qprotocol.operations import SILENCE, Operation
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
@@ -106,7 +111,7 @@ class Dispatcher:
         self._limits = limits
         self._clock = clock
         self._boot_id = boot_id
-        self._meta = ReplyMeta(boot_id)
+        self._meta_frame = encode(ReplyMeta(boot_id))
         self._complaints = Complaints(log)
         self._silences = Complaints(log)
         self._turns: asyncio.Queue[tuple[_Echo, Awaitable[Any]]] = asyncio.Queue()
@@ -148,7 +153,7 @@ class Dispatcher:
         now = self._clock()
         client = self._clients.seen(identity, now)
         try:
-            uid, op_frame = decode_uid(frames[:2])
+            uid, op_frame = decode_uid(frames if len(frames) <= MAX_FRAMES else frames[:2])
         except ProtocolError as error:
             self._counts.unanswerable += 1
             self._complaints.say(f"dropped a message that can't be answered: {error.message}", now)
@@ -169,16 +174,17 @@ class Dispatcher:
     def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
         self._check_size(frames, echo.nbytes)
         self._check_outstanding(echo)
-        request = decode_request(frames)
-        handler = self._handlers[request.operation.name]
+        operation = echo.operation or decode_operation(echo.op_frame)
+        payloads = decode_payloads(operation, frames)
+        handler = self._handlers[operation.name]
         if self._stopping and not handler.while_stopping:
             raise RequestError(
                 ErrorCode.SHUTTING_DOWN, "the server is stopping; connect again later"
             )
         if handler.order is Order.NOW:
-            self._answer(echo, handler.call(echo.client, request.payloads))
+            self._answer(echo, handler.call(echo.client, payloads))
             return
-        work = handler.call(echo.client, request.payloads)
+        work = handler.call(echo.client, payloads)
         echo.client.outstanding += 1
         echo.client.outstanding_bytes += echo.nbytes
         if handler.order is Order.IN_TURN:
@@ -236,7 +242,7 @@ class Dispatcher:
             echo.client.outstanding_bytes -= echo.nbytes
 
     def _answer(self, echo: _Echo, result: Any) -> None:
-        meta = self._meta if echo.client.native else None
+        meta = self._meta_frame if echo.client.native else None
         frames = encode_result(echo.uid, echo.op_frame, result, meta)
         self._count(echo, OK)
         self._send(echo.client.identity, frames)
@@ -268,6 +274,6 @@ class Dispatcher:
 
 def _operation(op_frame: bytes) -> Operation | None:
     try:
-        return BY_WIRE.get(msgspec.msgpack.decode(op_frame, type=int | str))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_operation(op_frame)
+    except ProtocolError:
         return None
