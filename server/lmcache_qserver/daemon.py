@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -26,6 +27,7 @@ from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import Limits
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import Config, default_lifeline
+from lmcache_qserver.copying import Crew, copy_chunks
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.face import logs, ready_file, systemd
 from lmcache_qserver.face.http import HttpFace
@@ -76,6 +78,8 @@ class Daemon:
             self._memory = PoolMemory(config.pool_bytes)
         pool = Pool(self._memory, cast(Literal["lru", "none"], config.eviction))
         self._bus = EventBus()
+        processors = len(os.sched_getaffinity(0))
+        self._crew = Crew(min(config.copy_threads, processors) - 1)
         self._module = QStoreModule(
             pool=pool,
             bus=self._bus,
@@ -86,6 +90,7 @@ class Daemon:
             copy_timeout_s=config.copy_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
             clock=clock,
+            copy=partial(copy_chunks, crew=self._crew),
         )
         self._counts = WireCounts()
         self._clients = Clients(self._client_gone, registered_idle_s=config.registration_grace_s)
@@ -293,6 +298,7 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._module.close(), CLOSE_S)
+        self._crew.close()
         self._memory.close()
 
 
