@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +29,6 @@ from lmcache_qprotocol.messages import (
     RangeKey,
     RetrieveReply,
     RingDescription,
-    StoreOutcome,
     StoreProof,
     StoreResult,
     WorkerReport,
@@ -246,7 +246,21 @@ class QStoreModule:
         self._totals.submitted_stores += 1
         began = self._clock()
         run = StoreRun(self.index, instance, store, self._copy, self._copy_timeout_s, now)
-        run.begin()  # before anything is told to anybody: the copy is what takes long
+        run.begin()
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._run_store(instance, store, run))
+        for stores in (self._stores, instance.stores):
+            stores.add(task)
+            task.add_done_callback(stores.discard)
+        # Later, so that the answer does not wait for who counts it.
+        end = partial(self._end_store, instance, store, run, began)
+        task.add_done_callback(lambda _: loop.call_soon(end))
+        return task
+
+    async def _run_store(
+        self, instance: Instance, store: CheckedStore, run: StoreRun
+    ) -> StoreResult:
+        # Told while the first copy runs, not before it.
         for event in (StoreSubmitted, StoreStart):
             self._bus.publish(
                 event(
@@ -255,25 +269,13 @@ class QStoreModule:
                     model_name=store.key.model_name,
                 )
             )
-        work = self._run_store(instance, store, run, began)
-        task = asyncio.get_running_loop().create_task(work)
-        for stores in (self._stores, instance.stores):
-            stores.add(task)
-            task.add_done_callback(stores.discard)
-        return task
-
-    async def _run_store(
-        self, instance: Instance, store: CheckedStore, run: StoreRun, began: float
-    ) -> StoreResult:
-        try:
-            outcome = await run.run()
-        finally:
-            self._end_store(instance, store, run.outcome, began)
+        outcome = await run.run()
         return StoreResult(b"", not outcome.refused, outcome)
 
     def _end_store(
-        self, instance: Instance, store: CheckedStore, outcome: StoreOutcome, began: float
+        self, instance: Instance, store: CheckedStore, run: StoreRun, began: float
     ) -> None:
+        outcome = run.outcome
         nbytes = outcome.stored * store.object_bytes
         self._totals.add(outcome, nbytes)
         self._bus.publish(
