@@ -11,6 +11,11 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that both torch and numpy know."""
 
 
+def copy_threads() -> int:
+    """How many threads a copy may take: as many as torch itself would, which the user may set."""
+    return torch.get_num_threads()
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The torch type of a name of `DTYPE_BYTES`."""
     dtype: torch.dtype = getattr(torch, name)
