@@ -338,7 +338,8 @@ def copy_leading(
             break
         if stop > copied:
             rows = copied - base, stop - base
-            copies += row_copies(pool, chunk, rows, mine[:, copied:stop])
+            pool.populate(chunk.offset, chunk.nbytes)
+            copies += row_copies(pool.bytes(), chunk, rows, mine[:, copied:stop])
             copied = stop
     copy_all(copies, threads)
     return copied

@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.qcache.pool_map import PoolMap
 from lmcache_qprotocol.errors import ErrorCode, RequestError
@@ -89,8 +86,8 @@ class Session:
         in_time = (self._clock() - asked_at) * 1000 < lease_ms
         return in_time and lifeline is not None and lifeline.is_open()
 
-    def pool(self) -> npt.NDArray[np.uint8]:
-        """The server's pool for reading, uint8 `[pool_bytes]`; only inside `run`.
+    def pool(self) -> PoolMap:
+        """The server's pool for reading; only inside `run`.
 
         Raises:
             RequestError(lifeline_required): the server's memory can't be reached from here.
@@ -104,7 +101,7 @@ class Session:
             )
         if self._pool is None or self._pool.lifeline is not lifeline:
             self._pool = PoolMap(lifeline)
-        return self._pool.bytes()
+        return self._pool
 
     def close(self) -> None:
         """Close the connection; the mapping goes with the last array over it."""
