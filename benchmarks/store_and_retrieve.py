@@ -4,7 +4,7 @@ Store: a worker's STORE_Q of one chunk (16 or 64 MiB) from a block-major ring of
 the answer: message, checks, copy into the pool, stamps, commit. One at a time, and every store is a new chunk, from
 other ring blocks than the one before. Duplicate: the same for a chunk that is there already. Retrieve: the SDK's
 `retrieve` of such a chunk, transposed into a tensor that is there (`out=`), or into a fresh one, whose pages the kernel
-still has to make. The copy that all are held against runs in one thread, from one warm buffer to another, over changing
+still has to make; "first" is into `out=` too, but from pool pages that this process has not read before. The copy that all are held against runs in one thread, from one warm buffer to another, over changing
 places, too.
 """
 
@@ -85,10 +85,11 @@ def _retrieve(cache: QCacheContext, heads: int, copy: PlainCopy, rounds: int) ->
         found = cache.retrieve(prompt(PLACES + index % rounds), out=out)
         assert found.num_tokens == CHUNK, found.missing
 
-    retrieve(0, out)
+    first = interleaved(lambda index: retrieve(index, out), copy, rounds)
     into_out = interleaved(lambda index: retrieve(index, out), copy, rounds)
     fresh = interleaved(lambda index: retrieve(index, None), copy, rounds)
     return {
         "retrieve_vs_memcpy": speed_ratio(into_out),
         "retrieve_fresh_vs_memcpy": speed_ratio(fresh),
+        "retrieve_first_vs_memcpy": speed_ratio(first),
     }

@@ -129,6 +129,7 @@ def test_a_chunk_that_is_not_whole_is_for_the_long_way(bench: Bench, absent: int
 def test_a_lease_that_was_cut_is_for_the_long_way(bench: Bench) -> None:
     bench.store.cap = 2
     assert bench.one_trip() is None
+    assert not bench.out.any(), "copied in vain"
 
 
 def test_more_chunks_than_a_request_takes_are_for_the_long_way(bench: Bench) -> None:
