@@ -1,8 +1,8 @@
 """growth: what one small store costs, with ever more objects in the index, and with ever more instances registered.
 
 Chunks are tiny (16 tokens, 128 bytes each), so that nothing is copied to speak of and what is left is the server's
-bookkeeping: message, checks, index, pool, answer. A store is timed from submitting to the answer, one at a time; the index
-is filled by stores of many chunks in between.
+bookkeeping: message, checks, index, pool, answer. A store is timed from submitting to the answer, one at a time; the
+index is filled by stores of many chunks in between.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class TinyWorker:
             ring_token=token,
             stamps_offset=self._ring.stamps_offset,
         )
-        self._link.call(
-            REGISTER_Q_CACHE, (name, (), "tiny", 1, "benchmark", {}, (), description)
-        )
+        self._link.call(REGISTER_Q_CACHE, (name, (), "tiny", 1, "benchmark", {}, (), description))
 
     def store(self, count: int) -> None:
         """Store `count` chunks that nobody has stored before."""

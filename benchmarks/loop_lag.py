@@ -1,8 +1,8 @@
 """loop_lag: how long the daemon's event loop lets a message wait, seen from outside.
 
-A ping is answered on the loop at once, so the time that it takes beyond that of an idle loop's echo is the loop's lag. The
-idle loop is uvloop in a process of its own, which answers the same messages over the same kind of socket; both are asked in
-turns, under the same load:
+A ping is answered on the loop at once, so the time that it takes beyond that of an idle loop's echo is the loop's lag.
+The idle loop is uvloop in a process of its own, which answers the same messages over the same kind of socket; both are
+asked in turns, under the same load:
 
     copies          two workers store 16 MiB chunks without a pause, which keeps both processors busy
     registrations   64 rings of 256 MiB each are registered, one after the other; nobody touches their pages
@@ -17,6 +17,7 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
+from typing import cast
 
 import torch
 import uvloop
@@ -46,7 +47,7 @@ async def _echo(pipe: Pipe) -> None:
             while True:
                 socket.send_multipart(socket.recv_multipart(zmq.NOBLOCK), zmq.NOBLOCK)
 
-    asyncio.get_running_loop().add_reader(socket.getsockopt(zmq.FD), answer)
+    asyncio.get_running_loop().add_reader(cast(int, socket.getsockopt(zmq.FD)), answer)
     pipe.send(port)
     await asyncio.Event().wait()
 
@@ -158,9 +159,7 @@ def while_registering(server: RunningDaemon) -> dict[str, float]:
         dtype="bfloat16",
     )
     blocks = RING_BYTES // (BLOCK * layout.token_bytes)
-    rings = [
-        QRingBuffer(1, blocks, BLOCK, layout.hidden_dim, torch.bfloat16) for _ in range(RINGS)
-    ]
+    rings = [QRingBuffer(1, blocks, BLOCK, layout.hidden_dim, torch.bfloat16) for _ in range(RINGS)]
     adapters = []
 
     def register_all() -> None:

@@ -1,8 +1,8 @@
 """redis: the same chunks into and out of a plain Redis, as what one would pick instead.
 
-SET from a ring's memory and GET into fresh bytes, by redis-py over a Unix socket, Redis without persistence; against one
-`np.copyto` of the same bytes, as store_and_retrieve.py. A GET gives bytes in the ring's order: neither the stamps' proof nor
-the transposition is in it. Needs Debian's redis-server and the redis package; without them it is left out, and says so.
+SET from a ring's memory and GET into fresh bytes, by redis-py over a Unix socket, Redis without persistence; against
+one `np.copyto` of the same bytes, as store_and_retrieve.py. A GET gives bytes in the ring's order: neither the stamps'
+proof nor the transposition is in it. Needs Debian's redis-server and the redis package; without them it is left out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(chunk_mib: int, rounds: int) -> dict[str, float]:
 
         def put(index: int) -> None:
             start = index % PLACES * nbytes
-            client.set(f"chunk-{index}", memoryview(ring)[start : start + nbytes])
+            client.set(f"chunk-{index}", ring[start : start + nbytes].data)
 
         def get(index: int) -> None:
             assert len(client.get(f"chunk-{index}")) == nbytes

@@ -32,4 +32,3 @@ def measure() -> dict[str, float]:
                 ready.append(server.start_s)
             memory.append(beyond_pool_bytes(server.pid) / 1e6)
     return {"ready_s": statistics.median(ready), "rss_mb": statistics.median(memory)}
-

@@ -2,10 +2,14 @@
 
 Store: a worker's STORE_Q of one chunk (16 or 64 MiB) from a block-major ring of 16-token blocks, from submitting to
 the answer: message, checks, copy into the pool, stamps, commit. One at a time, and every store is a new chunk, from
-other ring blocks than the one before. Duplicate: the same for a chunk that is there already. Retrieve: the SDK's
-`retrieve` of such a chunk, transposed into a tensor that is there (`out=`), or into a fresh one, whose pages the kernel
-still has to make; "first" is into `out=` too, but from pool pages that this process has not read before. The copy that all are held against runs in one thread, from one warm buffer to another, over changing
-places, too.
+other ring blocks than the one before. Duplicate: the same for a chunk that is there already.
+
+Retrieve: the SDK's `retrieve` of such a chunk, transposed into a tensor that is there (`out=`), or into a fresh one,
+whose pages the kernel still has to make; "first" is into `out=` too, but from pool pages that this process has not
+read before.
+
+The copy that all are held against runs in one thread, from one warm buffer to another, over changing places, too. The
+daemon and the SDK may use two threads for a copy.
 """
 
 from __future__ import annotations

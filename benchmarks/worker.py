@@ -1,4 +1,4 @@
-"""A worker without an engine: a registered ring, chunks that look captured, and the store of one, for all benchmarks."""
+"""A worker without an engine: a registered ring, chunks that look captured, and the store of one."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def test_a_system_that_forbids_it_is_told_and_goes_on(
 
 def test_it_is_started_over_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TUNABLES, raising=False)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "utf8", "-m", "lmcache_qserver", "start"])
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-X", "utf8", "-m", "lmcache_qserver", "start"]
+    )
     calls: list[Any] = []
     start_over(lambda *call: calls.append(call))  # type: ignore[arg-type]  # returns, unlike execve
     ((program, arguments, environment),) = calls

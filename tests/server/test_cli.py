@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from lmcache_qserver.cli import cli
-from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.config import Config
+from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.testing.daemon import environment, running_daemon
 
 

@@ -111,7 +111,9 @@ def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
 def _check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -> StampFault | None:
     found = stamps.take(chunk.block_ids, axis=0).reshape(-1)[chunk.skip :][: chunk.rows]
     expected = _row_numbers(found.size) + chunk.first_stamp
-    if found.tobytes() == expected.tobytes():  # far cheaper than comparing arrays, and nearly always enough
+    if (
+        found.tobytes() == expected.tobytes()
+    ):  # far cheaper than comparing arrays, and nearly always enough
         return None
     row = int((found != expected).argmax())
     return StampFault(index, row, int(expected[row]), int(found[row]))

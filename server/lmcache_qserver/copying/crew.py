@@ -7,8 +7,8 @@ segment off one list until it is empty, so neither waits long for a thread that 
     helper       ─ next ─ copy ─ ...        ─┘
 
 `copy` returns when every byte has been copied, whoever did it: what is true behind a plain copy is true behind this
-one (chunk_copy.py looks at the stamps then). A helper that hangs makes the lane hang that it helps, as if the lane's own
-copy did, and is not given to any other.
+one (chunk_copy.py looks at the stamps then). A helper that hangs makes the lane hang that it helps, as if the lane's
+own copy did, and is not given to any other.
 
 The GIL makes `next` on a list's iterator atomic, and is free while numpy copies.
 """

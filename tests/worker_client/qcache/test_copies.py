@@ -34,7 +34,7 @@ def test_two_threads_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
         both.wait(20)
         copyto(target, source)
 
-    monkeypatch.setattr(copies.np, "copyto", meet)
+    monkeypatch.setattr("lmcache_qclient.qcache.copies.np.copyto", meet)
     target, source = pieces(4)
     copy_all(list(zip(target, source, strict=True)), threads=2)
     assert np.array_equal(target, source)

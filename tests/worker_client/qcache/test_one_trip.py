@@ -13,6 +13,7 @@ import pytest
 
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.qcache import one_trip, reading
+from lmcache_qclient.qcache.copies import copy_all
 from lmcache_qclient.qcache.reading import Found, Wanted
 from lmcache_qclient.qcache.session import Session
 from lmcache_qprotocol.codec import Request
@@ -171,7 +172,6 @@ def test_the_long_way_asks_when_the_time_of_a_lease_is_over(
 ) -> None:
     found = reading.find(bench.session, WANTED)
     bench.store.expiring = 1
-    copy_all = reading.copy_all
 
     def copy_slowly(copies: Any, threads: int) -> None:
         bench.clock.now += 1.0

@@ -9,6 +9,7 @@ The release is sent, and nobody waits for its answer: see `Session.still_leased`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_qclient.qcache.catalog import RankPart
@@ -25,6 +26,9 @@ from lmcache_qclient.qcache.stitch import Bits
 from lmcache_qprotocol.messages import ChunkQuery, RetrieveReply
 from lmcache_qprotocol.operations import RELEASE_Q, RETRIEVE_Q
 
+Answer = tuple[RankPart, Batch, RetrieveReply]
+"""A rank, what it was asked for, and what it leased."""
+
 
 @dataclass(frozen=True)
 class Leased:
@@ -35,7 +39,7 @@ class Leased:
     """
 
     found: Found
-    replies: tuple[tuple[RankPart, Batch, RetrieveReply], ...]
+    replies: tuple[Answer, ...]
     asked_at: float
 
 
@@ -44,7 +48,7 @@ def lease(session: Session, wanted: Wanted) -> Leased | None:
     if wanted.layout.missing_ranks or len(wanted.hashes) > batch_size(session):
         return None
     asked_at = session.now()
-    replies: list[tuple[RankPart, Batch, RetrieveReply]] = []
+    replies: list[Answer] = []
     try:
         for part in wanted.layout.parts:
             batch = _everything(wanted, part)
@@ -56,9 +60,7 @@ def lease(session: Session, wanted: Wanted) -> Leased | None:
     except BaseException:
         give_back(session, replies)
         raise
-    found = found_behind_hashes(
-        wanted, [(part, reply.missing) for part, _, reply in replies]
-    )
+    found = found_behind_hashes(wanted, [(part, reply.missing) for part, _, reply in replies])
     return Leased(found, tuple(replies), asked_at)
 
 
@@ -85,9 +87,7 @@ def read(session: Session, wanted: Wanted, leased: Leased, target: Bits, threads
     return whole and held
 
 
-def give_back(
-    session: Session, replies: tuple[tuple[RankPart, Batch, RetrieveReply], ...] | list[tuple[RankPart, Batch, RetrieveReply]]
-) -> None:
+def give_back(session: Session, replies: Sequence[Answer]) -> None:
     """Send the release of all leases; a lease that is over already, or a dead connection, is of no concern."""
     lease_ids = tuple(reply.lease_id for _, _, reply in replies if reply.lease_id)
     if lease_ids:

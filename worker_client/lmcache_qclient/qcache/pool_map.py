@@ -49,14 +49,12 @@ class PoolMap:
         if self._bytes is None:
             if self.lifeline.pool_fd < 0:
                 raise ConnectionError("the lifeline is closed: connect again")
-            mapped = mmap.mmap(
-                self.lifeline.pool_fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ
-            )
+            mapped = mmap.mmap(self.lifeline.pool_fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
             self._bytes = np.frombuffer(mapped, dtype=np.uint8)
         return self._bytes
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Get the pages of a range that is about to be read; it lies in the pool. A kernel that can't leaves it to faults."""
+        """Get the pages of a range of the pool that is about to be read; a kernel that can't leaves it to faults."""
         address = self.bytes().ctypes.data
         first, last = offset // STEP_BYTES, -(-(offset + nbytes) // STEP_BYTES)
         for step in np.flatnonzero(~self._populated[first:last]) + first:

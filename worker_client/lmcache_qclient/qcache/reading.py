@@ -192,9 +192,7 @@ def _look_up_tokens(
     return absent
 
 
-def read(
-    session: Session, wanted: Wanted, found: Found, target: Bits, threads: int = 1
-) -> Found:
+def read(session: Session, wanted: Wanted, found: Found, target: Bits, threads: int = 1) -> Found:
     """Copy the found prefix into `target`; it may have become shorter since.
 
     Args:
