@@ -40,9 +40,10 @@ class Worker:
         nonce = index + 1
         slots = torch.arange(blocks[0] * BLOCK, blocks[0] * BLOCK + CHUNK)
         self.ring.stamp(slots, torch.arange(CHUNK) + first_stamp(nonce, 0))
-        self.adapter.account.computed += CHUNK
+        tally = self.adapter.account.request("bench")
+        tally.compute(CHUNK)
         chunk_hash = chunk_hashes(prompt(index), CHUNK)[0]
-        return FinishedChunk("bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce)
+        return FinishedChunk("bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce, tally)
 
     def store(self, chunk: FinishedChunk) -> None:
         """From submitting to the answer."""
