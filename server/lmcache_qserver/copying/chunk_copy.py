@@ -119,6 +119,9 @@ def _check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -
     return StampFault(index, row, int(expected[row]), int(found[row]))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # a whole chunk, and pieces of some lengths
 def _row_numbers(count: int) -> npt.NDArray[np.int64]:
-    return np.arange(count, dtype=np.int64)
+    """0, 1, ...; read-only, because lanes share it."""
+    numbers = np.arange(count, dtype=np.int64)
+    numbers.flags.writeable = False
+    return numbers
