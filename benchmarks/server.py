@@ -33,16 +33,17 @@ def figures(rounds: int) -> Figures:
             print(f"store and retrieve, {size} MiB ...", flush=True)
             for name, value in store_and_retrieve.measure(server, size, rounds).items():
                 found.setdefault(name, {})[f"{size}MiB"] = value
+            found[f"two_instances_{size}MiB"] = two_instances.measure(server, size, 7)
         print("round trip ...", flush=True)
         found["rtt_vs_raw"] = round_trip.measure(server)
         print("loop lag ...", flush=True)
         found["loop_lag_copies"] = loop_lag.while_copying(server, 5.0)
         found["loop_lag_registrations"] = loop_lag.while_registering(server)
-    # One thread a copy: with more of them one instance alone would use both processors.
+    # With one thread a copy, too: on two processors a second thread makes one instance alone use both of them.
     with running_daemon(pool_bytes="3GiB", copy_threads=1) as server:
         for size in SIZES_MIB:
             print(f"two instances, {size} MiB ...", flush=True)
-            found[f"two_instances_{size}MiB"] = two_instances.measure(server, size, 7)
+            found[f"two_instances_one_thread_{size}MiB"] = two_instances.measure(server, size, 7)
             one_thread = store_and_retrieve.measure(server, size, rounds)["store_vs_memcpy"]
             found.setdefault("store_vs_memcpy_one_thread", {})[f"{size}MiB"] = one_thread
     print("growth ...", flush=True)

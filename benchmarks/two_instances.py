@@ -1,7 +1,7 @@
 """two_instances: bytes per second of two workers that store at once, against one of them alone.
 
-Each worker is a process that keeps two stores under way. Both run the same number of stores, alone and together in
-turns, from a common start; the rate is that of the slower one's end.
+Each worker is a process that stores chunks without a pause, one at a time. Both run the same number of stores, alone
+and together in turns, from a common start; the rate is that of the slower one's end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import multiprocessing
 import statistics
 import time
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
 
-from benchmarks.worker import MIB, PLACES, worker
+from benchmarks.worker import MIB, worker
 from lmcache_qserver.testing.daemon import RunningDaemon
 
 STORES = 24
@@ -25,22 +24,15 @@ def _run(pipe: Pipe, url: str, chunk_mib: int, number: int) -> None:
         pipe.send(None)
         while (start := pipe.recv()) is not None:
             time.sleep(max(0.0, start - time.monotonic()))
-            under_way: list[Any] = []
             for _ in range(STORES):
-                if len(under_way) == 2:
-                    ours.adapter.wait_for_store(under_way.pop(0))
-                    ours.adapter.reclaim_finished_q_stores()
-                under_way.append(ours.adapter.submit_q_store_request(ours.prepare(index)))
+                ours.store(ours.prepare(index))
+                ours.settle()
                 index += 1
-            for sequence in under_way:
-                ours.adapter.wait_for_store(sequence)
             pipe.send(time.monotonic())
-            ours.settle()
 
 
 def measure(server: RunningDaemon, chunk_mib: int, rounds: int) -> dict[str, float]:
     """Rate of both together divided by that of one, and both in GB/s; medians."""
-    assert PLACES >= 3, "two stores under way and one that is prepared"
     spawn = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for number in range(2):

@@ -85,7 +85,7 @@ class Daemon:
         pool = Pool(self._memory, cast(Literal["lru", "none"], config.eviction))
         self._bus = EventBus()
         processors = len(os.sched_getaffinity(0))
-        self._crew = Crew(min(config.copy_threads, processors) - 1)
+        self._crew = Crew(min(config.copy_threads, processors) - 1, processors)
         self._module = QStoreModule(
             pool=pool,
             bus=self._bus,

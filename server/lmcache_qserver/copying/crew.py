@@ -1,7 +1,8 @@
 """Helpers for large copies: one thread moves memory at half the speed that two of them reach.
 
-A lane that has a large copy shares it with a helper that is free; when none is, it copies alone. Both take the next
-segment off one list until it is empty, so neither waits long for a thread that starts late or is slow.
+A lane that has a large copy shares it with a helper that is free, if a processor is left for it besides those that
+other lanes and their helpers use; else it copies alone. Both take the next segment off one list until it is empty, so
+neither waits long for a thread that starts late or is slow.
 
     lane    ─ next ─ copy ─ next ─ copy ─ ... ─ wait until the helper has put its last segment down ─▶
     helper       ─ next ─ copy ─ ...        ─┘
@@ -44,10 +45,15 @@ class Crew:
 
     Args:
         helpers: threads besides the lane's own; 0: every lane copies alone.
+        processors: how many of them and of lanes may be at work at once. Lanes are never held back: only helpers are.
     """
 
-    def __init__(self, helpers: int) -> None:
+    def __init__(self, helpers: int, processors: int) -> None:
+        self._helpers = helpers
+        self._processors = processors
         self._free = deque(_Helper(f"copy-helper-{index}") for index in range(helpers))
+        self._lanes: deque[None] = deque()
+        """One for each lane that is copying. A deque, because a counter would need a lock."""
 
     @property
     def free(self) -> int:
@@ -61,7 +67,16 @@ class Crew:
             target, source: contiguous, 1-D.
             segments: see `cut`; their targets do not overlap.
         """
-        helper = self._take() if sum(item.nbytes for item in segments) >= MIN_SHARED_BYTES else None
+        self._lanes.append(None)
+        try:
+            self._copy(target, source, segments)
+        finally:
+            self._lanes.pop()
+
+    def _copy(self, target: Bytes, source: Bytes, segments: Sequence[Segment]) -> None:
+        is_large = sum(item.nbytes for item in segments) >= MIN_SHARED_BYTES
+        at_work = len(self._lanes) + self._helpers - len(self._free)
+        helper = self._take() if is_large and at_work < self._processors else None
         if helper is None:
             _copy(target, source, iter(segments))
             return
@@ -87,7 +102,7 @@ class Crew:
             return None
 
 
-ALONE = Crew(0)
+ALONE = Crew(0, 1)
 
 
 def cut(target: int, source: int, nbytes: int) -> Iterator[Segment]:

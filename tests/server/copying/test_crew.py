@@ -20,7 +20,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def crew() -> Iterator[Crew]:
-    crew = Crew(1)
+    crew = Crew(1, 8)
     yield crew
     crew.close()
 
@@ -61,7 +61,7 @@ def test_segments_are_the_range_again(target: int, source: int, nbytes: int) -> 
 
 @pytest.mark.parametrize("helpers", [0, 1, 3])
 def test_every_byte_arrives(helpers: int) -> None:
-    crew = Crew(helpers)
+    crew = Crew(helpers, 8)
     target, source = buffers()
     half = NBYTES // 2
     # The halves change places, so that the two offsets differ.
@@ -126,5 +126,38 @@ def test_a_small_copy_wakes_nobody(crew: Crew, monkeypatch: pytest.MonkeyPatch) 
 def test_a_crew_of_none_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
     target, source = buffers()
-    Crew(0).copy(target, source, list(cut(0, 0, NBYTES)))
+    Crew(0, 8).copy(target, source, list(cut(0, 0, NBYTES)))
     assert np.array_equal(target, source)
+
+
+def test_a_helper_is_taken_only_where_a_processor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes that keep both processors busy gain nothing from helpers, and pay for their turns."""
+    crew = Crew(2, processors=2)
+    entered, gate = threading.Event(), threading.Event()
+    plain = crew_module._copy
+    helped: list[str] = []
+
+    def copy(target: Any, source: Any, segments: Iterator[Segment]) -> None:
+        name = threading.current_thread().name
+        if name.startswith("copy-helper"):
+            helped.append(name)
+        if name == "other lane":
+            entered.set()
+            assert gate.wait(DEADLINE_S)
+        plain(target, source, segments)
+
+    monkeypatch.setattr(crew_module, "_copy", copy)
+    small = np.zeros(8, np.uint8), np.ones(8, np.uint8), [Segment(0, 0, 8)]
+    other = threading.Thread(target=crew.copy, args=small, name="other lane")
+    other.start()
+    assert entered.wait(DEADLINE_S)
+    target, source = buffers()
+    crew.copy(target, source, list(cut(0, 0, NBYTES)))
+    assert np.array_equal(target, source)
+    assert not helped
+    gate.set()
+    other.join(DEADLINE_S)
+    crew.copy(target, source, list(cut(0, 0, NBYTES)))
+    assert len(helped) == 1
+    assert crew.free == 2
+    crew.close()
