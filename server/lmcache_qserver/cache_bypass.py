@@ -1,10 +1,10 @@
 """Copies that write around the processor's caches.
 
 What the daemon copies it does not look at again, and writing it through the caches reads each line of the target before
-it is overwritten. Measured in the daemon, going around them makes stores of 64 MiB 10 to 20 % faster, and those of 16 MiB
-not noticeably (docs/benchmarks.md). glibc knows stores that go around them, and takes them for copies above a threshold, by default three quarters of the last-level
-cache (240 MiB on the machine where this was measured). It can be set before a process starts and at no other time, so
-the daemon starts itself over, once, before it has loaded anything.
+it is overwritten. Measured in the daemon, going around them makes stores of 64 MiB 10 to 20 % faster, and those of
+16 MiB not noticeably (docs/benchmarks.md). glibc knows stores that go around them, and takes them for copies above a
+threshold, by default three quarters of the last-level cache (240 MiB on the machine where this was measured). It can be
+set before a process starts and at no other time, so the daemon starts itself over, once, before it has loaded anything.
 
 The processor family that has no such tunable ignores it, as other C libraries do.
 """
