@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import outage, overhead, round_trip, store_and_retrieve
+from benchmarks import outage, overhead, server
 from benchmarks.engine import fast_dtype
 from demo.__main__ import MODEL
 from demo.model import prepare
 from demo.table import render_table
-from lmcache_qserver.testing.daemon import running_daemon
 
-SIZES_MIB = (16, 64)
 BENCH = Path("bench.json")
 
 
@@ -48,7 +46,7 @@ def main() -> None:
     options = parse()
     figures: dict[str, Any] = {}
     if options.rounds:
-        figures |= server_figures(options.rounds)
+        figures |= server.figures(options.rounds)
     if options.pairs or options.outages:
         prepare(MODEL, print)
     for dtype in options.dtype or [fast_dtype()]:
@@ -66,20 +64,6 @@ def main() -> None:
     print(render_table(list(rows(figures))))
     BENCH.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"report: {BENCH}")
-
-
-def server_figures(rounds: int) -> dict[str, Any]:
-    """What needs no engine."""
-    store, retrieve = {}, {}
-    with running_daemon(pool_bytes="3GiB") as server:
-        for size in SIZES_MIB:
-            print(f"store and retrieve, {size} MiB ...", flush=True)
-            store[f"{size}MiB"], retrieve[f"{size}MiB"] = store_and_retrieve.measure(
-                server, size, rounds
-            )
-        print("round trip ...", flush=True)
-        trip = round_trip.measure(server)
-    return {"store_vs_memcpy": store, "retrieve_vs_memcpy": retrieve, "rtt_vs_raw": trip}
 
 
 def rows(figures: dict[str, Any]) -> Iterator[dict[str, Any]]:

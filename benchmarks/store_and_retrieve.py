@@ -1,124 +1,99 @@
 """store_vs_memcpy and retrieve_vs_memcpy: whole requests over the real daemon against a plain copy of the same bytes.
 
 Store: a worker's STORE_Q of one chunk (16 or 64 MiB) from a block-major ring of 16-token blocks, from submitting to
-the answer: message, checks, copy into the pool, stamps, commit. Every store is a new chunk, from other ring blocks than
-the one before. Retrieve: the SDK's `retrieve` of such a chunk: lookup, lease, transposing copy into a preallocated
-tensor, release. The copy that both are held against runs from one warm buffer to another, over changing places, too.
+the answer: message, checks, copy into the pool, stamps, commit. One at a time, and every store is a new chunk, from
+other ring blocks than the one before. Duplicate: the same for a chunk that is there already.
+
+Retrieve: the SDK's `retrieve` of such a chunk, transposed into a tensor that is there (`out=`), or into a fresh one,
+whose pages the kernel still has to make; "first" is into `out=` too, but from pool pages that this process has not
+read before.
+
+The copy that all are held against runs in one thread, from one warm buffer to another, over changing places, too. The
+daemon and the SDK may use two threads for a copy.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import statistics
 
 import numpy as np
 import torch
 
-from benchmarks.samples import interleaved, speed_ratio
-from lmcache_qclient.capture.account import Account
-from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.finished_chunk import FinishedChunk
-from lmcache_qclient.capture.ring import QRingBuffer
-from lmcache_qclient.link.connection import Connection
-from lmcache_qclient.qcache import connect
-from lmcache_qprotocol.hashing import chunk_hashes
-from lmcache_qprotocol.layout import Layout
-from lmcache_qprotocol.stamps import first_stamp
+from benchmarks.samples import interleaved, seconds, speed_ratio
+from benchmarks.worker import (
+    CHUNK,
+    HEAD_DIM,
+    LAYERS,
+    MIB,
+    PLACES,
+    Worker,
+    layout_of,
+    prompt,
+    worker,
+)
+from lmcache_qclient.qcache import QCacheContext, connect
 from lmcache_qserver.testing.daemon import RunningDaemon
 
-MIB = 1 << 20
-CHUNK = 256
-BLOCK = 16
-LAYERS = 32
-PLACES = 4
-"""Chunks that the ring, and the buffers of the plain copy, hold."""
+
+class PlainCopy:
+    """One `np.copyto` of `nbytes`; the turn's number says from and to which place."""
+
+    def __init__(self, nbytes: int) -> None:
+        content = secrets.token_bytes(MIB) * (nbytes // MIB * PLACES)
+        self._source = np.frombuffer(bytearray(content), dtype=np.uint8)
+        self._target = np.zeros_like(self._source)
+        self._nbytes = nbytes
+
+    def __call__(self, index: int) -> None:
+        place = slice(index % PLACES * self._nbytes, (index % PLACES + 1) * self._nbytes)
+        np.copyto(self._target[place], self._source[place])
 
 
-@contextmanager
-def worker(
-    server: RunningDaemon, chunk_mib: int
-) -> Iterator[tuple[QRingBufferAdapter, QRingBuffer]]:
-    """A registered worker whose chunks have `chunk_mib` MiB: bf16, 32 layers."""
-    heads = chunk_mib * MIB // (CHUNK * LAYERS * 2 * 128)
-    layout = Layout(
-        feature="transfer_query",
-        layer_ids=tuple(range(LAYERS)),
-        first_head=0,
-        num_heads=heads,
-        total_heads=heads,
-        head_dim=128,
-        dtype="bfloat16",
-    )
-    ring = QRingBuffer(LAYERS, PLACES * CHUNK // BLOCK, BLOCK, layout.hidden_dim, torch.bfloat16)
-    ring.flat.copy_(torch.randint(0, 100, (1, layout.hidden_dim)))
-    adapter = QRingBufferAdapter(
-        Connection.open(server.url, client="benchmark"),
-        instance_id=f"bench-{chunk_mib}",
-        model_name=f"bench-{chunk_mib}",
-        world_size=1,
-        rank=0,
-        account=Account(),
-    )
-    adapter.establish_transfer_context(BLOCK)
-    adapter.register_q_ring(ring, layout)
-    try:
-        yield adapter, ring
-    finally:
-        adapter.shutdown_q_ring()
+def measure(server: RunningDaemon, chunk_mib: int, rounds: int) -> dict[str, float]:
+    """Ratios for chunks of `chunk_mib` MiB, and the milliseconds of a duplicate."""
+    copy = PlainCopy(chunk_mib * MIB)
+    name = f"bench-{chunk_mib}"
+    with worker(server.url, chunk_mib, name) as ours:
+        figures = {"store_vs_memcpy": _store(ours, copy, rounds)}
+        figures["duplicate_ms"] = _duplicate(ours, rounds)
+        with connect(server.url, server.http_url, name) as cache:
+            figures |= _retrieve(cache, layout_of(chunk_mib).num_heads, copy, rounds)
+    return figures
 
 
-def prompt(index: int) -> list[int]:
-    """Tokens of one chunk that nobody has stored before."""
-    return [index, *range(CHUNK - 1)]
+def _store(ours: Worker, copy: PlainCopy, rounds: int) -> float:
+    pairs = []
+    # The first turn over all places is for warming up.
+    for first in range(0, PLACES + rounds, PLACES):
+        chunks = [ours.prepare(first + place) for place in range(PLACES)]
+        pairs += interleaved(lambda place, chunks=chunks: ours.store(chunks[place]), copy, PLACES)  # type: ignore[misc]  # default binds the loop variable
+        ours.settle()
+    return speed_ratio(pairs[PLACES:])
 
 
-def prepare_chunk(adapter: QRingBufferAdapter, ring: QRingBuffer, index: int) -> FinishedChunk:
-    """Take ring blocks for a chunk and stamp its rows, as a worker does in a forward pass."""
-    blocks = ring.allocate(CHUNK // BLOCK)
-    assert blocks is not None
-    nonce = index + 1
-    slots = torch.arange(blocks[0] * BLOCK, blocks[0] * BLOCK + CHUNK)
-    ring.stamp(slots, torch.arange(CHUNK) + first_stamp(nonce, 0))
-    adapter.account.computed += CHUNK
-    chunk_hash = chunk_hashes(prompt(index), CHUNK)[0]
-    return FinishedChunk(
-        "bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce, adapter.account.request("bench")
-    )
+def _duplicate(ours: Worker, rounds: int) -> float:
+    """Median milliseconds of storing again what was stored last."""
+    times = []
+    for index in range(PLACES, PLACES + rounds):
+        chunk = ours.prepare(index)
+        times.append(1000 * seconds(lambda chunk=chunk: ours.store(chunk)))  # type: ignore[misc]  # default binds the loop variable
+        ours.settle()
+    return statistics.median(times)
 
 
-def measure(server: RunningDaemon, chunk_mib: int, rounds: int) -> tuple[float, float]:
-    """(store_vs_memcpy, retrieve_vs_memcpy) for chunks of `chunk_mib` MiB."""
-    nbytes = chunk_mib * MIB
-    source = np.frombuffer(bytearray(secrets.token_bytes(MIB) * chunk_mib * PLACES), dtype=np.uint8)
-    target = np.zeros_like(source)
+def _retrieve(cache: QCacheContext, heads: int, copy: PlainCopy, rounds: int) -> dict[str, float]:
+    out = torch.empty(LAYERS, CHUNK, heads, HEAD_DIM, dtype=torch.bfloat16)
 
-    def copy(index: int) -> None:
-        place = slice(index % PLACES * nbytes, (index % PLACES + 1) * nbytes)
-        np.copyto(target[place], source[place])
+    def retrieve(index: int, out: torch.Tensor | None) -> None:
+        found = cache.retrieve(prompt(PLACES + index % rounds), out=out)
+        assert found.num_tokens == CHUNK, found.missing
 
-    with worker(server, chunk_mib) as (adapter, ring):
-
-        def store(index: int) -> None:
-            sequence = adapter.submit_q_store_request(chunks[index])
-            assert sequence is not None
-            adapter.wait_for_store(sequence)
-
-        chunks: list[FinishedChunk] = []
-        pairs = []
-        # The first turn over all places is for warming up.
-        for first in range(0, PLACES + rounds, PLACES):
-            chunks += [prepare_chunk(adapter, ring, first + place) for place in range(PLACES)]
-            pairs += interleaved(lambda place, first=first: store(first + place), copy, PLACES)  # type: ignore[misc]  # default binds the loop variable
-            adapter.reclaim_finished_q_stores()
-        assert adapter.account.captured == adapter.account.computed, adapter.account.lost
-        pairs = pairs[PLACES:]
-        with connect(server.url, server.http_url, f"bench-{chunk_mib}") as cache:
-            out = torch.empty(LAYERS, CHUNK, ring.hidden_dim // 128, 128, dtype=torch.bfloat16)
-
-            def retrieve(index: int) -> None:
-                assert cache.retrieve(prompt(PLACES + index % rounds), out=out).num_tokens == CHUNK
-
-            retrieve(0)
-            back = interleaved(retrieve, copy, rounds)
-    return speed_ratio(pairs), speed_ratio(back)
+    first = interleaved(lambda index: retrieve(index, out), copy, rounds)
+    into_out = interleaved(lambda index: retrieve(index, out), copy, rounds)
+    fresh = interleaved(lambda index: retrieve(index, None), copy, rounds)
+    return {
+        "retrieve_vs_memcpy": speed_ratio(into_out),
+        "retrieve_fresh_vs_memcpy": speed_ratio(fresh),
+        "retrieve_first_vs_memcpy": speed_ratio(first),
+    }

@@ -33,6 +33,9 @@ _meta = msgspec.msgpack.Decoder(ReplyMeta)
 encode = _encoder.encode
 """One value to one frame."""
 
+_OPERATION_OF_FRAME: dict[bytes, Operation] = {encode(op): found for op, found in BY_WIRE.items()}
+"""In the shortest encoding, which is what clients send; other encodings are decoded."""
+
 
 class Request(NamedTuple):
     """A decoded request: the raw frames `uid` and `op_frame` to echo, and all payloads.
@@ -78,12 +81,17 @@ def decode_uid(frames: Sequence[Frame]) -> tuple[bytes, bytes]:
         raise ProtocolError(
             ErrorCode.BAD_FRAME, f"a message has 2 to {MAX_FRAMES} frames, not {len(frames)}"
         )
-    uid, op = bytes(frames[0][: MAX_UID_BYTES + 1]), bytes(frames[1][: MAX_UID_BYTES + 1])
+    uid, op = _short(frames[0]), _short(frames[1])
     if not 0 < len(uid) <= MAX_UID_BYTES or not 0 < len(op) <= MAX_UID_BYTES:
         raise ProtocolError(
             ErrorCode.BAD_FRAME, f"uid and operation have 1 to {MAX_UID_BYTES} bytes each"
         )
     return uid, op
+
+
+def _short(frame: Frame) -> bytes:
+    """The frame, or as much of a long one as shows that it is too long."""
+    return frame if type(frame) is bytes else bytes(frame[: MAX_UID_BYTES + 1])
 
 
 def decode_request(frames: Sequence[Frame]) -> Request:
@@ -93,7 +101,16 @@ def decode_request(frames: Sequence[Frame]) -> Request:
         ProtocolError: bad_frame, unknown_operation, wrong_arity or bad_payload.
     """
     uid, op_frame = decode_uid(frames)
-    operation = _decode_operation(op_frame)
+    operation = decode_operation(op_frame)
+    return Request(uid, op_frame, operation, decode_payloads(operation, frames))
+
+
+def decode_payloads(operation: Operation, frames: Sequence[Frame]) -> tuple[Any, ...]:
+    """The payloads of a request whose operation is known already; `decode_request` is both steps in one.
+
+    Raises:
+        ProtocolError: wrong_arity or bad_payload.
+    """
     count = len(frames) - 2
     if not operation.required <= count <= len(operation.payloads):
         raise ProtocolError(
@@ -103,10 +120,18 @@ def decode_request(frames: Sequence[Frame]) -> Request:
         )
     payloads = [_decode_payload(operation, index, frames[index + 2]) for index in range(count)]
     payloads += [None] * (len(operation.payloads) - count)
-    return Request(uid, op_frame, operation, tuple(payloads))
+    return tuple(payloads)
 
 
-def _decode_operation(op_frame: bytes) -> Operation:
+def decode_operation(op_frame: bytes) -> Operation:
+    """The operation that the second frame names.
+
+    Raises:
+        ProtocolError: bad_frame or unknown_operation.
+    """
+    known = _OPERATION_OF_FRAME.get(op_frame)
+    if known is not None:
+        return known
     try:
         op = _wire_op.decode(op_frame)
     except _UNDECODABLE:
@@ -130,14 +155,16 @@ def _decode_payload(operation: Operation, index: int, frame: Frame) -> Any:
         ) from None
 
 
-def encode_result(uid: bytes, op_frame: bytes, result: Any, meta: ReplyMeta | None) -> list[bytes]:
+def encode_result(
+    uid: bytes, op_frame: bytes, result: Any, meta: ReplyMeta | bytes | None
+) -> list[bytes]:
     """Frames of a successful reply.
 
     Args:
-        meta: for a client that has said hello, else None.
+        meta: for a client that has said hello (the encoded frame will do), else None.
     """
     if meta is not None:
-        return [uid, op_frame, encode(result), encode(meta)]
+        return [uid, op_frame, encode(result), meta if type(meta) is bytes else encode(meta)]
     if isinstance(result, StoreResult):
         result = (result.event, result.ok)
     return [uid, op_frame] if result is None else [uid, op_frame, encode(result)]

@@ -396,6 +396,8 @@ class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
         missing: all that is not there, with reasons.
         partial: the client's lease cap cut the answer; release this lease, then ask for the rest.
         tokens: tokens that `chunks` hold without a gap from place 0.
+        lease_ms: how long the lease lasts from when the request came, if neither its release nor
+            the end of its lifeline comes first. 0: not said.
     """
 
     lease_id: Count
@@ -403,6 +405,7 @@ class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[Missing, ...] = ()
     partial: bool = False
     tokens: Count = 0
+    lease_ms: Count = 0
 
 
 class IdentityQuery(msgspec.Struct, frozen=True, kw_only=True):

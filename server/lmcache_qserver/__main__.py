@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 
+from lmcache_qserver.cache_bypass import start_over
+
 SERVER_EXTRA = frozenset({"aiohttp", "click", "prometheus_client", "uvloop", "xxhash"})
 """Import names of what the distribution's `[server]` extra installs."""
 
 
 def main() -> None:
     """Run the command line; without the server's dependencies, say how to get them and exit with 2."""
+    if sys.argv[1:2] == ["start"] and not {"-h", "--help"} & {*sys.argv}:
+        start_over()
     try:
         from lmcache_qserver.cli import cli
 

@@ -57,9 +57,13 @@ def _start(**values: Any) -> None:
         config = Config(**values)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    from lmcache_qserver.daemon import run  # late: --help and status need neither numpy nor sockets
+    # Late: --help and status need neither numpy nor sockets. The pool first, see there.
+    from lmcache_qserver.pool.populating import begin
 
-    sys.exit(run(config))
+    populating = begin(config.pool_bytes)
+    from lmcache_qserver.daemon import run
+
+    sys.exit(run(config, populating))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -26,12 +28,14 @@ from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import Limits
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import Config, default_lifeline
+from lmcache_qserver.copying import Crew, copy_chunks
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.face import logs, ready_file, systemd
 from lmcache_qserver.face.http import HttpFace
 from lmcache_qserver.face.metrics import ServerMetrics, StoreMetrics
 from lmcache_qserver.face.status import ServerState
-from lmcache_qserver.pool import Pool, PoolMemory
+from lmcache_qserver.pool import Pool
+from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.qstore import QStoreModule
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.counts import WireCounts
@@ -57,12 +61,18 @@ class StartError(Exception):
 class Daemon:
     """One server. Build it on the loop, `run` it once.
 
+    Args:
+        populating: the pool's memory, if it has been begun already.
+
     Raises:
         StartError: the pool can't be created.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, populating: Populating | None = None) -> None:
         self._config = config
+        with _start_error(f"the pool of {config.pool_bytes} bytes can't be created (--pool-bytes)"):
+            self._populating = populating or Populating(config.pool_bytes)
+        self._memory = self._populating.memory
         self._loop = asyncio.get_running_loop()
         self._clock = time.monotonic
         self._stop_asked = asyncio.Event()
@@ -72,10 +82,10 @@ class Daemon:
 
     def _build(self) -> None:
         config, clock = self._config, self._clock
-        with _start_error(f"the pool of {config.pool_bytes} bytes can't be created (--pool-bytes)"):
-            self._memory = PoolMemory(config.pool_bytes)
         pool = Pool(self._memory, cast(Literal["lru", "none"], config.eviction))
         self._bus = EventBus()
+        processors = len(os.sched_getaffinity(0))
+        self._crew = Crew(min(config.copy_threads, processors) - 1, processors)
         self._module = QStoreModule(
             pool=pool,
             bus=self._bus,
@@ -86,6 +96,7 @@ class Daemon:
             copy_timeout_s=config.copy_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
             clock=clock,
+            copy=partial(copy_chunks, crew=self._crew),
         )
         self._counts = WireCounts()
         self._clients = Clients(self._client_gone, registered_idle_s=config.registration_grace_s)
@@ -143,7 +154,7 @@ class Daemon:
                 self._announce()
                 await stop
             await self._drain()
-            populating.cancel()
+            self._populating.stop()
             await asyncio.wait({populating})
         finally:
             await self._close()
@@ -203,14 +214,16 @@ class Daemon:
         with _start_error(
             f"there is no memory for a pool of {self._memory.nbytes} bytes; lower --pool-bytes"
         ):
-            for offset, nbytes in self._memory.populate_steps():
-                await self._loop.run_in_executor(None, self._memory.populate, offset, nbytes)
+            await asyncio.wrap_future(self._populating.done)
         self._state.populated = True
 
     def _announce(self) -> None:
         state = self._state
         if reason := state.why_not_ready():
             raise StartError(f"not ready after the start: {reason}")
+        # What has been built stays; a collector that looks through all of it again and again stops the loop for 20 ms.
+        gc.collect()
+        gc.freeze()
         if self._config.ready_file:
             content = {
                 "pid": os.getpid(),
@@ -293,6 +306,8 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._module.close(), CLOSE_S)
+        self._crew.close()
+        self._populating.stop()
         self._memory.close()
 
 
@@ -312,16 +327,20 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(config: Config) -> None:
-    await Daemon(config).run()
+async def _serve(config: Config, populating: Populating | None) -> None:
+    await Daemon(config, populating).run()
 
 
-def run(config: Config) -> int:
-    """Run the daemon; the process's exit code. 0: stopped by a signal. 1: it could not start."""
+def run(config: Config, populating: Populating | None = None) -> int:
+    """Run the daemon; the process's exit code. 0: stopped by a signal. 1: it could not start.
+
+    Args:
+        populating: the pool's memory, if it has been begun already.
+    """
     logs.set_up(config.log_format)
     _allow_many_files()
     try:
-        uvloop.run(_serve(config))
+        uvloop.run(_serve(config, populating))
     except StartError as error:
         print(f"lmcache-qserver: {error}", file=sys.stderr)
         return 1

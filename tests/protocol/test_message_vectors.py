@@ -249,6 +249,7 @@ REPLIES: dict[str, Any] = {
         missing=(m.Missing(1, MissReason.EVICTED, (0, 256)),),
         partial=True,
         tokens=17,
+        lease_ms=60000,
     ),
     "release_q reply": None,
     "identities_q reply": m.IdentitiesReply(

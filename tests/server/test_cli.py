@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from lmcache_qserver.cli import cli
 from lmcache_qserver.config import Config
+from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.testing.daemon import environment, running_daemon
 
 
@@ -46,8 +47,10 @@ def test_bad_settings_exit_with_2_and_say_which(
 def test_the_command_line_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, populating: Populating) -> int:
         seen.append(config)
+        assert populating.memory.nbytes == config.pool_bytes
+        populating.stop()
         return 0
 
     monkeypatch.setattr("lmcache_qserver.daemon.run", run)

@@ -16,7 +16,7 @@ from enum import Enum
 
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import layout_id
-from lmcache_qprotocol.messages import RingDescription, StoreOutcome
+from lmcache_qprotocol.messages import RingDescription, StoreResult
 from lmcache_qserver.copying import Lane, RingMemory
 
 InstanceId = int | str
@@ -46,7 +46,7 @@ class Instance:
     state: InstanceState = InstanceState.REGISTERING
     has_pinged: bool = False
     dead: bool = False
-    stores: set[asyncio.Task[StoreOutcome]] = field(default_factory=set)
+    stores: set[asyncio.Task[StoreResult]] = field(default_factory=set)
     """Stores under way."""
     release: asyncio.Task[None] | None = None
     """What everybody waits for who wants the instance gone."""

@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +29,6 @@ from lmcache_qprotocol.messages import (
     RangeKey,
     RetrieveReply,
     RingDescription,
-    StoreOutcome,
     StoreProof,
     StoreResult,
     WorkerReport,
@@ -98,7 +98,7 @@ class QStoreModule:
         self._copy = copy
         self._coverage = Coverage()
         self._totals = StoreTotals()
-        self._stores: set[asyncio.Task[StoreOutcome]] = set()
+        self._stores: set[asyncio.Task[StoreResult]] = set()
         self._draining = False
 
     # --- instances ----------------------------------------------------------------------------------------------
@@ -201,6 +201,27 @@ class QStoreModule:
             RequestError: shutting_down, unknown_instance, not_owner, bad_payload, blocks_not_covering,
                 unsupported_transport; nothing was copied then.
         """
+        return await asyncio.shield(
+            self.begin_store_q(client, key, instance_id, block_groups, event, proof, now)
+        )
+
+    def begin_store_q(
+        self,
+        client: Hashable,
+        key: RangeKey,
+        instance_id: InstanceId,
+        block_groups: Sequence[Sequence[int]],
+        event: bytes,
+        proof: StoreProof | None,
+        now: float,
+    ) -> asyncio.Task[StoreResult]:
+        """`store_q` for who does not want to wait: what can be done at once is done, the task is the rest.
+
+        Nobody may cancel the task: the store goes on to its end whatever its caller does.
+
+        Raises:
+            RequestError: as `store_q`.
+        """
         try:
             instance = self._live_instance(client, instance_id)
             store = check_store(instance, key, block_groups, event, proof, self.chunk_size)
@@ -208,8 +229,7 @@ class QStoreModule:
             self._totals.rejected_stores[error.code] += 1
             raise
         instance.last_seen = max(instance.last_seen, now)
-        outcome = await asyncio.shield(self._begin_store(instance, store, now))
-        return StoreResult(b"", not outcome.refused, outcome)
+        return self._begin_store(instance, store, now)
 
     def _live_instance(self, client: Hashable, instance_id: InstanceId) -> Instance:
         if self._draining:
@@ -222,42 +242,40 @@ class QStoreModule:
 
     def _begin_store(
         self, instance: Instance, store: CheckedStore, now: float
-    ) -> asyncio.Task[StoreOutcome]:
+    ) -> asyncio.Task[StoreResult]:
         self._totals.submitted_stores += 1
         began = self._clock()
-        self._bus.publish(
-            StoreSubmitted(
-                session=store.key.request_id,
-                instance_id=instance.instance_id,
-                model_name=store.key.model_name,
-            )
-        )
-        work = self._run_store(instance, store, now, began)
-        task = asyncio.get_running_loop().create_task(work)
+        run = StoreRun(self.index, instance, store, self._copy, self._copy_timeout_s, now)
+        run.begin()
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._run_store(instance, store, run))
         for stores in (self._stores, instance.stores):
             stores.add(task)
             task.add_done_callback(stores.discard)
+        # Later, so that the answer does not wait for who counts it.
+        end = partial(self._end_store, instance, store, run, began)
+        task.add_done_callback(lambda _: loop.call_soon(end))
         return task
 
     async def _run_store(
-        self, instance: Instance, store: CheckedStore, now: float, began: float
-    ) -> StoreOutcome:
-        self._bus.publish(
-            StoreStart(
-                session=store.key.request_id,
-                instance_id=instance.instance_id,
-                model_name=store.key.model_name,
+        self, instance: Instance, store: CheckedStore, run: StoreRun
+    ) -> StoreResult:
+        # Told while the first copy runs, not before it.
+        for event in (StoreSubmitted, StoreStart):
+            self._bus.publish(
+                event(
+                    session=store.key.request_id,
+                    instance_id=instance.instance_id,
+                    model_name=store.key.model_name,
+                )
             )
-        )
-        run = StoreRun(self.index, instance, store, self._copy, self._copy_timeout_s, now)
-        try:
-            return await run.run()
-        finally:
-            self._end_store(instance, store, run.outcome, began)
+        outcome = await run.run()
+        return StoreResult(b"", not outcome.refused, outcome)
 
     def _end_store(
-        self, instance: Instance, store: CheckedStore, outcome: StoreOutcome, began: float
+        self, instance: Instance, store: CheckedStore, run: StoreRun, began: float
     ) -> None:
+        outcome = run.outcome
         nbytes = outcome.stored * store.object_bytes
         self._totals.add(outcome, nbytes)
         self._bus.publish(

@@ -94,6 +94,7 @@ def retrieve(
         missing=tuple(answer.missing),
         partial=count < len(answer.hits),
         tokens=answer.reach(leased),
+        lease_ms=int(leases.timeout_s * 1000) if lease_id else 0,
     )
 
 

@@ -4,7 +4,7 @@ How an operation is handled (`Order`):
 
     NOW        the handler returns its result at once
     IN_TURN    registering and unregistering: one at a time over all clients, in order of arrival
-    BESIDE     stores: a task each
+    BESIDE     stores: each goes on by itself to its end, whatever becomes of its client or of the dispatcher
 
 A client has at most `outstanding_requests` of the last two, and `OUTSTANDING_MESSAGES` full messages' worth of bytes: a
 decoded message takes up to eight times its length until it is answered.
@@ -20,15 +20,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
-
-from lmcache_qprotocol.codec import decode_request, decode_uid, encode_error, encode_result
+from lmcache_qprotocol.codec import (
+    decode_operation,
+    decode_payloads,
+    decode_uid,
+    encode,
+    encode_error,
+    encode_result,
+)
 from lmcache_qprotocol.errors import ErrorCode, ProtocolError, QServerError, RequestError
 from lmcache_qprotocol.limits import MAX_FRAMES, Limits
 from lmcache_qprotocol.messages import ReplyMeta
-from lmcache_qprotocol.operations import BY_WIRE, SILENCE, Operation
+from lmcache_qprotocol.operations import SILENCE, Operation
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
@@ -106,13 +112,14 @@ class Dispatcher:
         self._limits = limits
         self._clock = clock
         self._boot_id = boot_id
-        self._meta = ReplyMeta(boot_id)
+        self._meta_frame = encode(ReplyMeta(boot_id))
         self._complaints = Complaints(log)
         self._silences = Complaints(log)
         self._turns: asyncio.Queue[tuple[_Echo, Awaitable[Any]]] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Future[Any]] = set()
         self._worker: asyncio.Task[None] | None = None
         self._stopping = False
+        self._stopped = False
 
     def start(self) -> None:
         """Begin to serve; call it on the loop, before the first message."""
@@ -125,15 +132,15 @@ class Dispatcher:
     async def finish(self) -> None:
         """Wait until everything that was begun has been answered."""
         await self._turns.join()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._beside:
+            await asyncio.wait(self._beside)
 
     async def stop(self) -> None:
-        """Cancel what is still running; nothing is answered any more."""
-        tasks = [*self._tasks, *([self._worker] if self._worker else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Begin nothing more and answer nothing any more."""
+        self._stopped = True
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
         while not self._turns.empty():
             _, coroutine = self._turns.get_nowait()
             if isinstance(coroutine, Coroutine):
@@ -148,7 +155,7 @@ class Dispatcher:
         now = self._clock()
         client = self._clients.seen(identity, now)
         try:
-            uid, op_frame = decode_uid(frames[:2])
+            uid, op_frame = decode_uid(frames if len(frames) <= MAX_FRAMES else frames[:2])
         except ProtocolError as error:
             self._counts.unanswerable += 1
             self._complaints.say(f"dropped a message that can't be answered: {error.message}", now)
@@ -169,24 +176,26 @@ class Dispatcher:
     def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
         self._check_size(frames, echo.nbytes)
         self._check_outstanding(echo)
-        request = decode_request(frames)
-        handler = self._handlers[request.operation.name]
+        operation = echo.operation or decode_operation(echo.op_frame)
+        payloads = decode_payloads(operation, frames)
+        handler = self._handlers[operation.name]
         if self._stopping and not handler.while_stopping:
             raise RequestError(
                 ErrorCode.SHUTTING_DOWN, "the server is stopping; connect again later"
             )
         if handler.order is Order.NOW:
-            self._answer(echo, handler.call(echo.client, request.payloads))
+            self._answer(echo, handler.call(echo.client, payloads))
             return
-        work = handler.call(echo.client, request.payloads)
+        work = handler.call(echo.client, payloads)
         echo.client.outstanding += 1
         echo.client.outstanding_bytes += echo.nbytes
         if handler.order is Order.IN_TURN:
             self._turns.put_nowait((echo, work))
             return
-        task = asyncio.create_task(self._finish_one(echo, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        # A callback, not a task that waits for another: the answer goes out one turn of the loop earlier.
+        beside = asyncio.ensure_future(work)
+        self._beside.add(beside)
+        beside.add_done_callback(partial(self._end_beside, echo))
 
     def _check_outstanding(self, echo: _Echo) -> None:
         """Before the message is decoded, which is what costs time and memory."""
@@ -224,19 +233,43 @@ class Dispatcher:
                 self._turns.task_done()
 
     async def _finish_one(self, echo: _Echo, work: Awaitable[Any]) -> None:
+        error: BaseException | None = None
+        result = None
         try:
-            self._answer(echo, await work)
-        except QServerError as error:
-            self._fail(echo, error)
+            result = await work
+        except Exception as caught:  # noqa: BLE001 - answered, and logged there
+            error = caught
+        finally:
+            self._settle(echo)
+        self._end(echo, result, error)
+
+    def _end_beside(self, echo: _Echo, beside: asyncio.Future[Any]) -> None:
+        self._beside.discard(beside)
+        self._settle(echo)
+        if beside.cancelled() or self._stopped:
+            return
+        error = beside.exception()
+        self._end(echo, None if error else beside.result(), error)
+
+    @staticmethod
+    def _settle(echo: _Echo) -> None:
+        echo.client.outstanding -= 1
+        echo.client.outstanding_bytes -= echo.nbytes
+
+    def _end(self, echo: _Echo, result: Any, error: BaseException | None) -> None:
+        """Answer what was begun. A result that can't be encoded is the server's failure, too."""
+        try:
+            if error is not None:
+                raise error
+            self._answer(echo, result)
+        except QServerError as told:
+            self._fail(echo, told)
         except Exception:
             log.exception("%s of %r failed", echo.name, echo.client.session)
             self._fail(echo, INTERNAL)
-        finally:
-            echo.client.outstanding -= 1
-            echo.client.outstanding_bytes -= echo.nbytes
 
     def _answer(self, echo: _Echo, result: Any) -> None:
-        meta = self._meta if echo.client.native else None
+        meta = self._meta_frame if echo.client.native else None
         frames = encode_result(echo.uid, echo.op_frame, result, meta)
         self._count(echo, OK)
         self._send(echo.client.identity, frames)
@@ -268,6 +301,6 @@ class Dispatcher:
 
 def _operation(op_frame: bytes) -> Operation | None:
     try:
-        return BY_WIRE.get(msgspec.msgpack.decode(op_frame, type=int | str))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_operation(op_frame)
+    except ProtocolError:
         return None

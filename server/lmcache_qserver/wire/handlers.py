@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
-from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply
+from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply, StoreResult
 from lmcache_qserver.qstore import QStoreModule
 from lmcache_qserver.wire.clients import Client, Clients, Session
 from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
@@ -98,11 +99,11 @@ class Handlers:
         instance_id, report = payloads
         await self._module.unregister_q_cache(client.session, instance_id, report, self._clock())
 
-    async def _store(self, client: Client, payloads: Payloads) -> Any:
+    def _store(self, client: Client, payloads: Payloads) -> asyncio.Task[StoreResult]:
         key, instance_id, block_groups, event, proof = payloads
         if proof is not None or client.session.gone:
             _require_hello(client.session)
-        return await self._module.store_q(
+        return self._module.begin_store_q(
             client.session, key, instance_id, block_groups, event, proof, self._clock()
         )
 

@@ -225,3 +225,32 @@ def test_a_closed_arena_says_so() -> None:
         _ = arena.fd
     with pytest.raises(ValueError, match="closed"):
         arena.populate(0, PAGE_BYTES)
+
+
+def test_allocating_makes_pages_and_leaves_content_alone() -> None:
+    with PoolMemory(8 * PAGE_BYTES) as memory:
+        memory.array[PAGE_BYTES : 2 * PAGE_BYTES] = 7
+        assert os.fstat(memory.fd).st_blocks * 512 == PAGE_BYTES
+        memory.allocate(0, 8 * PAGE_BYTES)
+        assert os.fstat(memory.fd).st_blocks * 512 == 8 * PAGE_BYTES
+        assert (memory.array[PAGE_BYTES : 2 * PAGE_BYTES] == 7).all()
+        assert not memory.array[:PAGE_BYTES].any()
+
+
+@pytest.mark.parametrize(
+    ("number", "fatal"),
+    [(errno.ENOSPC, True), (errno.ENOMEM, True), (errno.EOPNOTSUPP, False), (errno.EPERM, False)],
+)
+def test_only_a_lack_of_memory_is_an_error_of_allocating(
+    monkeypatch: pytest.MonkeyPatch, number: int, fatal: bool
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with PoolMemory(PAGE_BYTES) as memory:
+        if fatal:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                memory.allocate(0, PAGE_BYTES)
+        else:
+            memory.allocate(0, PAGE_BYTES)

@@ -136,3 +136,16 @@ async def test_a_generation_never_comes_back_with_other_bytes() -> None:
         world.module.release_q("reader", [reply.lease_id])
     assert len(set(generations)) == 4
     await world.close()
+
+
+async def test_a_reply_says_how_long_its_lease_lasts_at_least() -> None:
+    """Readers rely on it (PROTOCOL.md): a longer time than the lease's would let them believe overwritten bytes."""
+    world = World(lease_timeout_s=60.0)
+    worker = await world.worker()
+    await world.store(worker, 1)
+    assert world.retrieve(1, [1]).lease_ms == 0, "nothing was leased"
+    lease_ms = world.retrieve(1, [0]).lease_ms
+    assert lease_ms == 60_000
+    assert world.module.expire_leases(world.now + lease_ms / 1000 - 0.001) == 0
+    assert world.module.expire_leases(world.now + lease_ms / 1000) == 1
+    await world.close()

@@ -26,7 +26,7 @@ from tests.server.qstore.fake_worker import (
     range_key,
     stored_chunk,
 )
-from tests.server.qstore.world import World, until
+from tests.server.qstore.world import DEADLINE_S, World, until
 
 
 async def test_what_is_stored_comes_back_byte_for_byte(world: World) -> None:
@@ -508,3 +508,34 @@ async def test_a_store_that_waits_to_be_hashed_when_its_worker_goes_is_no_fault_
     await first
     await gone
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_the_first_copy_is_in_its_lane_before_the_loop_turns(world: World) -> None:
+    """What is told and answered afterwards then costs no time: the copy runs beside it."""
+    worker = await world.worker()
+    nonce = worker.write(1, 0, range(4))
+    world.gate.hold_calls = {0}
+    task = world.module.begin_store_q(
+        "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof_of(nonce), world.now
+    )
+    assert world.gate.entered.wait(DEADLINE_S), "the lane waits for the loop"
+    assert not world.events
+    world.gate.open.set()
+    result = await task
+    assert result.ok
+    await until(lambda: len(world.events) == 3)
+    assert [type(event) for event in world.events] == [StoreSubmitted, StoreStart, StoreEnd]
+
+
+async def test_two_stores_of_one_chunk_that_begin_at_once_are_one_copy(world: World) -> None:
+    worker = await world.worker()
+    nonces = worker.write(1, 0, range(4)), worker.write(1, 0, range(4, 8))
+    tasks = [
+        world.module.begin_store_q(
+            "c1", range_key(1, 0), 1, (blocks,), b"", proof_of(nonce), world.now
+        )
+        for blocks, nonce in zip(((0, 1, 2, 3), (4, 5, 6, 7)), nonces, strict=True)
+    ]
+    outcomes = [(await task).outcome for task in tasks]
+    assert outcomes == [StoreOutcome(stored=1), StoreOutcome(duplicate=1)]
+    assert world.gate.calls == 1

@@ -102,3 +102,20 @@ def test_when_nobody_can_be_forgotten_a_new_client_is_refused() -> None:
         see(clients, name).outstanding = 1
     assert clients.seen(b"c", 1.0) is None
     assert gone == []
+
+
+def test_a_lifeline_hangs_up_before_anybody_hears_that_its_session_is_gone() -> None:
+    """A reader trusts what it has read under a lease while its lifeline is open (PROTOCOL.md, `lease_ms`)."""
+    order: list[str] = []
+
+    class Noted(FakeLifeline):
+        def close(self) -> None:
+            order.append("hang up")
+
+    clients = Clients(lambda session: order.append("gone"))
+    client = see(clients, b"a")
+    session = clients.say_hello(client, HELLO)
+    session.lifeline = Noted()
+    order.clear()
+    clients.end(session)
+    assert order == ["hang up", "gone"]

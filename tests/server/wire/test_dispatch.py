@@ -239,3 +239,33 @@ async def test_a_stopping_server_refuses_new_work(bench: Bench) -> None:
     assert bench.code_of_last("store_q") is ErrorCode.SHUTTING_DOWN
     bench.ask(b"native", "ping", None)
     assert bench.counts.requests["ping", OK] == 1
+
+
+async def test_what_goes_beside_outlives_the_dispatcher_and_is_not_answered(bench: Bench) -> None:
+    """A store that was cancelled half way would leave its copy without an owner."""
+    gate = asyncio.Event()
+    ended: list[str] = []
+
+    async def store(client: Client, payloads: tuple[Any, ...]) -> StoreResult:
+        await gate.wait()
+        ended.append("store")
+        return StoreResult(b"", True)
+
+    bench.on("store_q", store, Order.BESIDE)
+    bench.ask(bench.native(), "store_q", *STORE)
+    (beside,) = bench.dispatcher._beside
+    await bench.dispatcher.stop()
+    gate.set()
+    await beside
+    assert ended == ["store"]
+    assert not bench.sent
+
+
+async def test_a_result_that_cannot_be_encoded_is_an_internal_error(bench: Bench) -> None:
+    async def store(client: Client, payloads: tuple[Any, ...]) -> object:
+        return object()
+
+    bench.on("store_q", store, Order.BESIDE)
+    bench.ask(bench.native(), "store_q", *STORE)
+    await bench.dispatcher.finish()
+    assert bench.code_of_last("store_q") is ErrorCode.INTERNAL

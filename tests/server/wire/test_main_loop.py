@@ -121,6 +121,8 @@ def test_a_turn_ends_after_a_large_message() -> None:
             before = len(bench.seen)
             bench.main_loop._read()
             assert len(bench.seen) <= before + 1
+            if len(bench.seen) > before:
+                assert bench.loop._scheduled, "nobody would wake us for the rest"
 
 
 def test_what_is_not_read_stays_with_its_sender() -> None:

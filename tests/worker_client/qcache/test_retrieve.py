@@ -14,7 +14,7 @@ from lmcache_qclient.qcache.stitch import bits_dtype
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.identity import Identity
 from lmcache_qprotocol.layout import Layout
-from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
+from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon, wait_until
 from tests.worker_client.qcache.engine import CHUNK, Engine, expected, layout_of
 
 TOKENS = [7 * number % 1000 for number in range(5 * CHUNK + 3)]
@@ -185,7 +185,7 @@ def test_leases_are_given_back(shared_daemon: RunningDaemon) -> None:
         context.retrieve(TOKENS)
         with pytest.raises(ValueError, match="shape"):
             context.retrieve(TOKENS, out=torch.zeros(1))
-        assert shared_daemon.status()["leases"]["count"] == 0
+        wait_until(lambda: not shared_daemon.status()["leases"]["count"], "leases are given back")
     engine.close()
 
 
@@ -198,7 +198,7 @@ def test_more_than_one_lease_holds_is_read_in_turns(daemon: RunningDaemon) -> No
     engine.store(tokens, range(4))
     with opened(daemon) as context:
         result = context.retrieve(tokens)
-        assert daemon.status()["leases"]["count"] == 0
+        wait_until(lambda: not daemon.status()["leases"]["count"], "leases are given back")
     engine.close()
     want = expected(tokens, layout.layer_ids, range(32), 32, "bfloat16")
     assert np.array_equal(bits(result.tensor, "bfloat16"), want)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_qclient.qcache.stitch import bits_dtype, check_chunk, copy_rows
+from lmcache_qclient.qcache.copies import copy_all
+from lmcache_qclient.qcache.stitch import bits_dtype, check_chunk, row_copies
 from lmcache_qprotocol.dtypes import DTYPE_BYTES
 from lmcache_qprotocol.errors import ProtocolError
 from lmcache_qprotocol.messages import StoredChunk
@@ -49,7 +50,7 @@ def test_every_value_lands_where_it_belongs(
     )
     # a part of a larger tensor, as one rank's layers and heads are
     whole = np.full((layers + 1, tokens + 2, heads + 1, head_dim), 7, bits_dtype(dtype))
-    copy_rows(pool, stored, (0, tokens), whole[1:, 1:-1, :-1])
+    copy_all(list(row_copies(pool, stored, (0, tokens), whole[1:, 1:-1, :-1])), threads=1)
     assert np.array_equal(whole[1:, 1:-1, :-1], want)
     assert (whole[0] == 7).all()
     assert (whole[:, [0, -1]] == 7).all()

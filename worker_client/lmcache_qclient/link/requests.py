@@ -38,6 +38,7 @@ from lmcache_qprotocol.operations import Operation
 
 logger = logging.getLogger(__name__)
 
+NOBLOCK = int(zmq.NOBLOCK)
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 
@@ -264,18 +265,28 @@ class RequestLink:
             self._wake.close()
 
     def _serve(self) -> None:
+        """One message a turn: behind it the thread waits again at once, and who waits for the reply can run."""
         generation = self._generation
+        wake_fd = self._wake.fileno()
         poller = self._poller()
+        blocked = False
         while not self._closed:
-            poller.poll()
-            self._wake.clear()
-            if generation != self._generation:
-                generation = self._generation
-                self._replace_socket()
-                poller = self._poller()
-            self._receive()
-            blocked = self._send(generation)
-            poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN)
+            ready = [item for item, _ in poller.poll()]
+            if wake_fd in ready:
+                self._wake.clear()
+                if generation != self._generation:
+                    generation = self._generation
+                    self._replace_socket()
+                    poller = self._poller()
+                    blocked = False
+                    ready = [wake_fd]
+            if blocked or wake_fd in ready:
+                was_blocked, blocked = blocked, self._send(generation)
+                if blocked != was_blocked:
+                    events = zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN
+                    poller.register(self._socket, events)
+            if self._socket in ready:
+                self._receive()
 
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -298,7 +309,7 @@ class RequestLink:
                 return False  # meant for the next socket; `reconnect` has set the wake
             if item.generation == generation and item.uid in self._pending:
                 try:
-                    self._socket.send_multipart(item.frames, zmq.NOBLOCK, copy=False)
+                    self._socket.send_multipart(item.frames, NOBLOCK)
                 except zmq.Again:
                     return True
             backlog.popleft()
@@ -311,12 +322,11 @@ class RequestLink:
             self._backlog = deque(item for item in self._backlog if item.uid in self._pending)
 
     def _receive(self) -> None:
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._complete(frames)
+        try:
+            frames = self._socket.recv_multipart(NOBLOCK)
+        except zmq.Again:
+            return
+        self._complete(frames)
 
     def _complete(self, frames: list[bytes]) -> None:
         try:

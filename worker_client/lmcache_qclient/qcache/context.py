@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.qcache import one_trip
 from lmcache_qclient.qcache.arguments import Item, Lora, identity_of
 from lmcache_qclient.qcache.catalog import (
     StoredEntry,
@@ -259,25 +260,44 @@ class QCacheContext:
             tensors,
         )  # torch is loaded when the first tensor is wanted
 
-        found = find(self._session, wanted)
-        tokens = found.num_tokens
-        if out is None:
-            tensor = tensors.empty(wanted.layout, tokens)
-        else:
-            tensors.check_out(out, wanted.layout, tokens)
-            tensor = out
-        found = self._fill(wanted, found, tensors.bits_of(tensor, wanted.layout))
-        tokens = found.num_tokens
-        front = tensor[:, :tokens]
-        return Retrieval(
-            tensor=front if out is not None else front.contiguous(),
-            num_tokens=tokens,
-            missing=found.missing,
-            layer_ids=wanted.layout.layer_ids,
-        )
+        session, threads = self._session, tensors.copy_threads()
+        leased = one_trip.lease(session, wanted)
+        if leased is not None:
+            try:
+                tensor = _target(wanted, leased.found, out)
+                bits = tensors.bits_of(tensor, wanted.layout)
+            except BaseException:
+                one_trip.give_back(session, leased.replies)
+                raise
+            if one_trip.read(session, wanted, leased, bits, threads):
+                return _retrieval(wanted, leased.found, tensor, out)
+        found = find(session, wanted)
+        tensor = _target(wanted, found, out)
+        if found.num_tokens:
+            found = read(session, wanted, found, tensors.bits_of(tensor, wanted.layout), threads)
+        return _retrieval(wanted, found, tensor, out)
 
-    def _fill(self, wanted: Wanted, found: Found, target: Any) -> Found:
-        return read(self._session, wanted, found, target) if found.num_tokens else found
+
+def _target(wanted: Wanted, found: Found, out: torch.Tensor | None) -> torch.Tensor:
+    """The tensor to read into."""
+    from lmcache_qclient.qcache import tensors
+
+    if out is None:
+        return tensors.empty(wanted.layout, found.num_tokens)
+    tensors.check_out(out, wanted.layout, found.num_tokens)
+    return out
+
+
+def _retrieval(
+    wanted: Wanted, found: Found, tensor: torch.Tensor, out: torch.Tensor | None
+) -> Retrieval:
+    front = tensor[:, : found.num_tokens]
+    return Retrieval(
+        tensor=front if out is not None else front.contiguous(),
+        num_tokens=found.num_tokens,
+        missing=found.missing,
+        layer_ids=wanted.layout.layer_ids,
+    )
 
 
 def _key_model_name(model_name: str) -> str:

@@ -3,8 +3,9 @@
 Chunks are asked for by hash first; those that are not there whole, and the last one if the sequence ends inside it, are
 asked for again by their tokens: then the server answers with whatever pieces agree, and retrieve joins them.
 
-What has been copied counts only when the server confirms the lease's release: a lease that had run out before does not
-protect what was read under it, so the batch is read again.
+What has been copied counts only when its lease is known to have held: by its time (`Session.still_leased`), else by the
+server, which confirms the release. A lease that had run out before does not protect what was read under it, so the
+batch is read again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache_qclient.qcache.catalog import RankPart, StoredLayout
+from lmcache_qclient.qcache.copies import Copy, copy_all
 from lmcache_qclient.qcache.retrieval import MissingChunk
 from lmcache_qclient.qcache.session import Session
-from lmcache_qclient.qcache.stitch import Bits, check_chunk, copy_rows
+from lmcache_qclient.qcache.stitch import Bits, check_chunk, row_copies
 from lmcache_qprotocol.errors import ErrorCode, QServerError, RequestError
 from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.limits import MAX_PARTIALS
-from lmcache_qprotocol.messages import ChunkQuery, LookupReply, PartialChunk, RetrieveReply
+from lmcache_qprotocol.messages import (
+    ChunkQuery,
+    LookupReply,
+    Missing,
+    PartialChunk,
+    RetrieveReply,
+)
 from lmcache_qprotocol.operations import LOOKUP_Q, RELEASE_Q, RETRIEVE_Q
 from lmcache_qprotocol.reasons import MissReason
 
@@ -116,8 +124,23 @@ def find(session: Session, wanted: Wanted) -> Found:
         missing += [miss for miss in absent if miss.index < len(wanted.hashes)]
         tails.append([miss for miss in absent if miss.index >= len(wanted.hashes)])
     missing += _joined(tails)
-    num_tokens = min((miss.start for miss in missing), default=wanted.num_tokens)
-    return Found(num_tokens, _in_order(missing), in_pieces)
+    return Found(_reach(wanted, missing), _in_order(missing), in_pieces)
+
+
+def found_behind_hashes(
+    wanted: Wanted, missing: Sequence[tuple[RankPart, Sequence[Missing]]]
+) -> Found:
+    """What is there when all whole chunks are, and ranks miss something of the chunk behind them at most."""
+    tails = [
+        [wanted.missing(miss.index, miss.reason, part.rank, miss.rows) for miss in of_part]
+        for part, of_part in missing
+    ]
+    joined = _joined(tails)
+    return Found(_reach(wanted, joined), _in_order(joined))
+
+
+def _reach(wanted: Wanted, missing: Sequence[MissingChunk]) -> int:
+    return min((miss.start for miss in missing), default=wanted.num_tokens)
 
 
 def _tail_of_nothing(wanted: Wanted) -> list[MissingChunk]:
@@ -144,7 +167,7 @@ def _look_up_hashes(session: Session, wanted: Wanted, part: RankPart) -> list[in
     """The chunks that are not there whole."""
     family = wanted.layout.family(part, wanted.cache_salt)
     absent: list[int] = []
-    size = _batch_size(session)
+    size = batch_size(session)
     for start in range(0, len(wanted.hashes), size):
         query = ChunkQuery(family=family, chunk_hashes=wanted.hashes[start : start + size])
         reply: LookupReply = session.ask(LOOKUP_Q, (query,))
@@ -169,17 +192,20 @@ def _look_up_tokens(
     return absent
 
 
-def read(session: Session, wanted: Wanted, found: Found, target: Bits) -> Found:
+def read(session: Session, wanted: Wanted, found: Found, target: Bits, threads: int = 1) -> Found:
     """Copy the found prefix into `target`; it may have become shorter since.
 
     Args:
         target: `[layers, >= num_tokens, heads, head_dim]`, bits of the layout's dtype.
+        threads: that may copy.
     """
     num_tokens = found.num_tokens
     vanished: list[MissingChunk] = []
     for part in wanted.layout.parts:
         in_pieces = found.in_pieces.get(part.rank, frozenset())
-        num_tokens, missing = _read_part(session, wanted, part, num_tokens, in_pieces, target)
+        num_tokens, missing = _read_part(
+            session, wanted, part, num_tokens, in_pieces, target, threads
+        )
         vanished += missing
     return Found(num_tokens, _in_order([*found.missing, *vanished]), found.in_pieces)
 
@@ -191,6 +217,7 @@ def _read_part(
     num_tokens: int,
     in_pieces: frozenset[int],
     target: Bits,
+    threads: int,
 ) -> tuple[int, list[MissingChunk]]:
     """Copy the first `num_tokens` tokens of one rank.
 
@@ -200,7 +227,7 @@ def _read_part(
     done = 0
     while done < num_tokens:
         batch = _next_batch(session, wanted, part, done, num_tokens, in_pieces)
-        copied, reply = _read_batch(session, wanted, part, batch, target)
+        copied, reply = _read_batch(session, wanted, part, batch, target, threads)
         if copied >= batch.end:
             done = copied
             continue
@@ -226,7 +253,7 @@ def _read_part(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """One request's chunks: from `chunk` on, to token `end` of the sequence at most."""
 
     query: ChunkQuery
@@ -241,10 +268,10 @@ def _next_batch(
     done: int,
     num_tokens: int,
     in_pieces: frozenset[int],
-) -> _Batch:
+) -> Batch:
     """The chunks from token `done` on; the one that it lies in is asked for again as a whole."""
     first = done // wanted.chunk_size
-    stop = min(-(-num_tokens // wanted.chunk_size), first + _batch_size(session))
+    stop = min(-(-num_tokens // wanted.chunk_size), first + batch_size(session))
     pieces = [index for index in range(first, stop) if index in in_pieces]
     most = _partials_per_request(wanted)
     if len(pieces) > most:
@@ -255,11 +282,11 @@ def _next_batch(
         chunk_hashes=wanted.hashes[first:stop],
         partials=tuple(wanted.partial(index, index - first) for index in pieces),
     )
-    return _Batch(query, first, min(num_tokens, stop * wanted.chunk_size))
+    return Batch(query, first, min(num_tokens, stop * wanted.chunk_size))
 
 
 def _read_batch(
-    session: Session, wanted: Wanted, part: RankPart, batch: _Batch, target: Bits
+    session: Session, wanted: Wanted, part: RankPart, batch: Batch, target: Bits, threads: int
 ) -> tuple[int, RetrieveReply]:
     """Lease, copy what follows without a gap, release; again when the lease ran out in between.
 
@@ -267,14 +294,15 @@ def _read_batch(
         Up to which token of the sequence was copied, and what the server said.
     """
     for _ in range(LEASE_TRIES):
+        asked_at = session.now()
         reply: RetrieveReply = session.ask(RETRIEVE_Q, (batch.query,))
         try:
-            copied = _copy_leading(session, wanted, part, batch, reply, target)
+            copied = copy_leading(session, wanted, part, batch, reply, target, threads)
         except BaseException:
             with contextlib.suppress(QServerError, ConnectionError):
                 _release(session, reply)
             raise
-        if _release(session, reply):
+        if _give_back(session, reply, asked_at):
             return copied, reply
     raise RequestError(
         ErrorCode.UNKNOWN_LEASE,
@@ -283,15 +311,17 @@ def _read_batch(
     )
 
 
-def _copy_leading(
+def copy_leading(
     session: Session,
     wanted: Wanted,
     part: RankPart,
-    batch: _Batch,
+    batch: Batch,
     reply: RetrieveReply,
     target: Bits,
+    threads: int = 1,
 ) -> int:
     """Copy the rows that follow each other from the batch's first; up to which token of the sequence."""
+    copies: list[Copy] = []
     copied = batch.chunk * wanted.chunk_size
     if not reply.chunks:
         return copied
@@ -305,9 +335,20 @@ def _copy_leading(
         if start > copied:
             break
         if stop > copied:
-            copy_rows(pool, chunk, (copied - base, stop - base), mine[:, copied:stop])
+            rows = copied - base, stop - base
+            pool.populate(chunk.offset, chunk.nbytes)
+            copies += row_copies(pool.bytes(), chunk, rows, mine[:, copied:stop])
             copied = stop
+    copy_all(copies, threads)
     return copied
+
+
+def _give_back(session: Session, reply: RetrieveReply, asked_at: float) -> bool:
+    """Whether the lease held until now; it is given back."""
+    if reply.lease_id and session.still_leased(asked_at, reply.lease_ms):
+        session.tell(RELEASE_Q, ((reply.lease_id,),))
+        return True
+    return _release(session, reply)
 
 
 def _release(session: Session, reply: RetrieveReply) -> bool:
@@ -323,7 +364,7 @@ def _release(session: Session, reply: RetrieveReply) -> bool:
     return True
 
 
-def _batch_size(session: Session) -> int:
+def batch_size(session: Session) -> int:
     return max(1, session.connection.hello.limits.chunks_per_request)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.qcache.pool_map import PoolMap
@@ -26,11 +24,18 @@ class Session:
     Args:
         connection: open; closed with the session.
         timeout_s: for every answer, seconds.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, connection: Connection, timeout_s: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.connection = connection
         self._timeout_s = timeout_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._pool: PoolMap | None = None
         self._broken = False
@@ -59,8 +64,30 @@ class Session:
         """One request; only inside `run`. Raises as `RequestLink.call`."""
         return self.connection.link.call(operation, payloads, self._timeout_s)
 
-    def pool(self) -> npt.NDArray[np.uint8]:
-        """The server's pool for reading, uint8 `[pool_bytes]`; only inside `run`.
+    def tell(self, operation: Operation, payloads: tuple[Any, ...]) -> None:
+        """One request whose answer nobody waits for; only inside `run`. Its failure is of no concern."""
+        self.connection.link.submit(operation, payloads)
+
+    def now(self) -> float:
+        """Seconds, monotonic; what leases are measured in."""
+        return self._clock()
+
+    def still_leased(self, asked_at: float, lease_ms: int) -> bool:
+        """Whether a lease has certainly not ended up to now, so that what has been read under it is right.
+
+        The server counts its time from when the request came, which was after `asked_at`. The other end that a lease
+        can have is its session's, and the server hangs the lifeline up before it takes a session's leases away.
+
+        Args:
+            asked_at: seconds, before the request was sent.
+            lease_ms: as the reply said; 0 when it did not.
+        """
+        lifeline = self.connection.lifeline
+        in_time = (self._clock() - asked_at) * 1000 < lease_ms
+        return in_time and lifeline is not None and lifeline.is_open()
+
+    def pool(self) -> PoolMap:
+        """The server's pool for reading; only inside `run`.
 
         Raises:
             RequestError(lifeline_required): the server's memory can't be reached from here.
@@ -74,7 +101,7 @@ class Session:
             )
         if self._pool is None or self._pool.lifeline is not lifeline:
             self._pool = PoolMap(lifeline)
-        return self._pool.bytes()
+        return self._pool
 
     def close(self) -> None:
         """Close the connection; the mapping goes with the last array over it."""

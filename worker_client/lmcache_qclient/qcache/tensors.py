@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from lmcache_qclient.qcache.catalog import StoredLayout
 from lmcache_qclient.qcache.stitch import Bits, bits_dtype
 
+HUGE_PAGE = 2 << 20
+MIN_HUGE_BYTES = 4 * HUGE_PAGE
+MADV_HUGEPAGE = 14
+
+_libc = ctypes.CDLL(None)
+
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that both torch and numpy know."""
+
+
+def copy_threads() -> int:
+    """How many threads a copy may take: as many as torch itself would, which the user may set."""
+    return torch.get_num_threads()
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -20,7 +33,20 @@ def torch_dtype(name: str) -> torch.dtype:
 def empty(layout: StoredLayout, num_tokens: int) -> torch.Tensor:
     """An uninitialised tensor `[layers, num_tokens, heads, head_dim]`."""
     shape = (len(layout.layer_ids), num_tokens, layout.num_heads, layout.head_dim)
-    return torch.empty(shape, dtype=torch_dtype(layout.dtype))
+    tensor = torch.empty(shape, dtype=torch_dtype(layout.dtype))
+    _ask_for_huge_pages(tensor)
+    return tensor
+
+
+def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Making pages costs twice as much as copying into them, and one large page a fraction of 512 small ones.
+
+    A wish: the kernel may have none to give, or not know the word.
+    """
+    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
+    if end - start >= MIN_HUGE_BYTES:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
 
 
 def check_out(out: torch.Tensor, layout: StoredLayout, num_tokens: int) -> None:

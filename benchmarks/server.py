@@ -1,0 +1,76 @@
+"""The server's side of the benchmarks, which needs no engine: `python -m benchmarks.server [ROUNDS]` runs it alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import (
+    growth,
+    loop_lag,
+    plain_redis,
+    round_trip,
+    start,
+    store_and_retrieve,
+    two_instances,
+)
+from demo.table import render_table
+from lmcache_qserver.testing.daemon import running_daemon
+
+SIZES_MIB = (16, 64)
+ROUNDS = 20
+
+Figures = dict[str, dict[str, Any]]
+
+
+def figures(rounds: int) -> Figures:
+    """All figures that need no engine."""
+    found: Figures = {"start": start.measure()}
+    with running_daemon(pool_bytes="3GiB") as server:
+        for size in SIZES_MIB:
+            print(f"store and retrieve, {size} MiB ...", flush=True)
+            for name, value in store_and_retrieve.measure(server, size, rounds).items():
+                found.setdefault(name, {})[f"{size}MiB"] = value
+            found[f"two_instances_{size}MiB"] = two_instances.measure(server, size, 7)
+        print("round trip ...", flush=True)
+        found["rtt_vs_raw"] = round_trip.measure(server)
+        print("loop lag ...", flush=True)
+        found["loop_lag_copies"] = loop_lag.while_copying(server, 5.0)
+        found["loop_lag_registrations"] = loop_lag.while_registering(server)
+    # With one thread a copy, too: on two processors a second thread makes one instance alone use both of them.
+    with running_daemon(pool_bytes="3GiB", copy_threads=1) as server:
+        for size in SIZES_MIB:
+            print(f"two instances, {size} MiB ...", flush=True)
+            found[f"two_instances_one_thread_{size}MiB"] = two_instances.measure(server, size, 7)
+            one_thread = store_and_retrieve.measure(server, size, rounds)["store_vs_memcpy"]
+            found.setdefault("store_vs_memcpy_one_thread", {})[f"{size}MiB"] = one_thread
+    print("growth ...", flush=True)
+    with running_daemon(pool_bytes="1GiB", chunk_size=growth.CHUNK) as server:
+        found["store_us_by_objects"] = growth.with_objects(server)
+        found["store_us_by_instances"] = growth.with_instances(server)
+    if reason := plain_redis.why_not():
+        print(f"Redis is left out: {reason}")
+    else:
+        for size in SIZES_MIB:
+            print(f"plain Redis, {size} MiB ...", flush=True)
+            for name, value in plain_redis.measure(size, rounds).items():
+                found.setdefault(name, {})[f"{size}MiB"] = value
+    return found
+
+
+def main() -> None:
+    """Measure, print, write bench.json."""
+    found = figures(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
+    rows = [
+        {"figure": name, "of": part, "value": value}
+        for name, parts in found.items()
+        for part, value in parts.items()
+    ]
+    print(render_table(rows))
+    Path("bench.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
