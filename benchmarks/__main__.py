@@ -53,7 +53,9 @@ def main() -> None:
         # The fastest dtype's figures carry the plain name, another's its own.
         suffix = "" if dtype == fast_dtype() else f"_{dtype}"
         if options.pairs:
-            print(f"capture overhead, {dtype}: two engines take turns ...", flush=True)
+            print(
+                f"capture overhead, {dtype}: one engine, with and without by turns ...", flush=True
+            )
             figures[f"capture_overhead{suffix}"] = overhead.measure(MODEL, options.pairs, dtype)
         if options.outages:
             print(f"outages, {dtype}: the server is killed, then stopped ...", flush=True)

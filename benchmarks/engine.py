@@ -2,7 +2,8 @@
 
 Each line on standard input is a batch (`Load.message`); the answer on standard output is one JSON line: its wall and
 CPU seconds, the tokens that vLLM's scheduler has scheduled for it, the worker's account so far, and with `--profile`
-what our hooks took. With `--server-url` capture is on. One thread computes, on one core.
+what our hooks took. With `--server-url` capture is on, but for batches that say `stock`. One thread computes, on one
+core.
 
 Garbage is collected before each batch, outside its time, so that a collection that one engine owes does not fall
 upon the other's pair; what capture itself makes of garbage is collected inside, as it is in life.
@@ -11,6 +12,7 @@ upon the other's pair; what capture itself makes of garbage is collected inside,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -107,22 +109,29 @@ def main() -> None:
         max_num_batched_tokens=BATCHED_TOKENS,
         max_num_seqs=SEQUENCES,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.4,  # of host memory, on a CPU; two engines run side by side
+        gpu_memory_utilization=0.4,  # of host memory, on a CPU
         kv_transfer_config=transfer_config(options),
     )
+    capture = _capture(llm) if options.server_url else None
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
-        seed, load = _parse_batch(line)
+        seed, stock, load = _parse_batch(line)
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in load.token_ids(seed)]
         params = SamplingParams(temperature=0, max_tokens=load.new_tokens, ignore_eos=True)
         hooks.clear()
         before = dict(scheduled)
         gc.collect()
-        began, cpu_began = time.perf_counter(), time.process_time()
-        llm.generate(prompts, params, use_tqdm=False)
+        with contextlib.ExitStack() as stack:
+            if stock and capture is not None:
+                stack.enter_context(capture.stock())
+            began, cpu_began = time.perf_counter(), time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            if not stock and capture is not None:
+                capture.end_batch()
+            seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         answer = {
-            "seconds": time.perf_counter() - began,
-            "cpu_seconds": time.process_time() - cpu_began,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "computed": scheduled["tokens"] - before["tokens"],
             "steps": scheduled["steps"] - before["steps"],
             "account": msgspec.to_builtins(accounts[0].report()) if accounts else {},
@@ -132,9 +141,16 @@ def main() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def _parse_batch(line: str) -> tuple[int, Load]:
+def _capture(llm: Any) -> Any:
+    # Here, because it imports vLLM, which takes its settings from the environment when it is imported.
+    from benchmarks.stock import Capture
+
+    return Capture(llm)
+
+
+def _parse_batch(line: str) -> tuple[int, bool, Load]:
     message = json.loads(line)
-    return message.pop("seed"), Load(**message)
+    return message.pop("seed"), message.pop("stock"), Load(**message)
 
 
 if __name__ == "__main__":

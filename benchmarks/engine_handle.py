@@ -49,15 +49,17 @@ class EngineHandle:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
+        self._stock = False
         self.computed = 0
-        """Tokens of all its batches, by vLLM's scheduler."""
+        """Tokens of all its batches with capture, by vLLM's scheduler."""
         self.account: dict[str, Any] = {}
         """The worker's report at the end of the last batch."""
 
-    def begin(self, load: Load, seed: int) -> None:
-        """Start a batch; `end` waits for it."""
+    def begin(self, load: Load, seed: int, *, stock: bool = False) -> None:
+        """Start a batch, without capture if `stock`; `end` waits for it."""
+        self._stock = stock
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(load.message(seed)) + "\n")
+        self.process.stdin.write(json.dumps(load.message(seed, stock)) + "\n")
         self.process.stdin.flush()
 
     def end(self) -> Batch:
@@ -67,17 +69,17 @@ class EngineHandle:
             RuntimeError: the engine has died.
         """
         batch = Batch(**self.answer())
-        self.computed += batch.computed
+        self.computed += 0 if self._stock else batch.computed
         self.account = batch.account
         return batch
 
-    def run(self, load: Load, seed: int) -> Batch:
+    def run(self, load: Load, seed: int, *, stock: bool = False) -> Batch:
         """A batch from begin to end.
 
         Raises:
             RuntimeError: the engine has died, or the scheduler has computed other than the load says.
         """
-        self.begin(load, seed)
+        self.begin(load, seed, stock=stock)
         batch = self.end()
         if batch.computed != load.computed:
             raise RuntimeError(f"{batch.computed} tokens were computed, not {load.computed}")

@@ -1,8 +1,8 @@
 """Where our time goes in the engine's process: CPU seconds of each of the connector's hooks, in both its roles.
 
-`_on_query` is what runs inside the forward pass, once a layer; the others run once a step. CPU time, because what the
-machine does for others meanwhile would drown these microseconds; the clock's own call, about 0.5 us, is in them. What
-our threads take (link, heartbeat) is not: compare `cpu_seconds`.
+`later layers` run inside the forward pass, between any two layers; the others run once a step. CPU time, because what
+the machine does for others meanwhile would drown these microseconds; the clock's own call, about 0.5 us, is in them.
+What our threads take (link, heartbeat) is not: compare `cpu_seconds`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lmcache_qclient.features.dispatcher import Dispatcher
+from lmcache_qclient.features.feature import LayerSink
+
 HOOKS = (
-    "_on_query",
+    "_on_first_layer",
     "bind_connector_metadata",
     "wait_for_save",
     "get_finished",
@@ -35,6 +38,13 @@ def time_hooks() -> dict[str, list[float]]:
     times: dict[str, list[float]] = {}
     for name in HOOKS:
         setattr(QServerConnector, name, _timed(getattr(QServerConnector, name), name, times))
+    layer_sink = Dispatcher.layer_sink
+
+    def timed_sink(dispatcher: Dispatcher) -> LayerSink | None:
+        sink = layer_sink(dispatcher)
+        return None if sink is None else _timed(sink, "later layers", times)
+
+    setattr(Dispatcher, "layer_sink", timed_sink)  # noqa: B010 - mypy lets nobody assign to it
     return times
 
 

@@ -44,9 +44,9 @@ class Load:
             for _ in range(self.prompts)
         ]
 
-    def message(self, seed: int) -> dict[str, Any]:
-        """For `benchmarks.engine`."""
-        return {"seed": seed, **asdict(self)}
+    def message(self, seed: int, stock: bool) -> dict[str, Any]:
+        """For `benchmarks.engine`; `stock`: without capture."""
+        return {"seed": seed, "stock": stock, **asdict(self)}
 
 
 PREFILL = Load(prompts=2, prompt_tokens=512, new_tokens=1)

@@ -1,11 +1,10 @@
 """capture_overhead: tokens per second with capture, divided by those without, for prefill and for decode.
 
-Two engines run side by side on one core, one with capture and one without, and take turns: each pair gets the same
-batch, and who goes first alternates. While one computes the other waits for its standard input (what it takes of the
-core meanwhile is measured: `idle_cpu_share`). The server has a core of its own. Prefix caching is off: all is computed.
+One engine runs pairs of the same batch, once with capture and once without (benchmarks/stock.py); who goes first
+alternates. The server has a core of its own. Prefix caching is off: all is computed.
 
 A capture that loses rows would be no capture, so the server's own count is part of the figure: `captured_share` is
-captured / computed over all batches, where computed must be what vLLM's scheduler has scheduled.
+captured / computed over all batches with capture, where computed must be what vLLM's scheduler has scheduled.
 """
 
 from __future__ import annotations
@@ -37,43 +36,25 @@ def measure(model: Path, pairs: int, dtype: str) -> dict[str, dict[str, Any]]:
 def measure_load(model: Path, load: Load, pairs: int, dtype: str) -> dict[str, Any]:
     """The ratio with its 95 % interval, tokens per second of both, and how much was captured."""
     with pinned(server_core()), running_daemon(pool_bytes=POOL) as server:
-        with (
-            running_engine(model, dtype=dtype) as without,
-            running_engine(model, dtype=dtype, server_url=server.url) as capturing,
-        ):
-            load = _warm(load, without, capturing)
-            idle = _idle_share(load, without, capturing)
-            batches = [_pair(number, load, without, capturing) for number in range(pairs)]
-        captured = captured_share(server, capturing.computed)
-    return {
-        **summary(batches),
-        "captured_share": captured,
-        "idle_cpu_share": idle,
-        "batch": str(load),
-        "dtype": dtype,
-    }
+        with running_engine(model, dtype=dtype, server_url=server.url) as engine:
+            load = _warm(load, engine)
+            batches = [_pair(number, load, engine) for number in range(pairs)]
+        captured = captured_share(server, engine.computed)
+    return {**summary(batches), "captured_share": captured, "batch": str(load), "dtype": dtype}
 
 
-def _warm(load: Load, without: EngineHandle, capturing: EngineHandle) -> Load:
-    without.run(load, -1)
-    load = fitted(load, lambda load: without.run(load, -2).seconds)
+def _warm(load: Load, engine: EngineHandle) -> Load:
+    engine.run(load, -1, stock=True)
+    load = fitted(load, lambda load: engine.run(load, -2, stock=True).seconds)
     for number in range(WARM_UPS):
-        for engine in (without, capturing):
-            engine.run(load, -3 - number)
+        _pair(-3 - number, load, engine)
     return load
 
 
-def _idle_share(load: Load, without: EngineHandle, capturing: EngineHandle) -> float:
-    """CPU time of the capturing engine while the other computes, as a share of that time."""
-    before = capturing.cpu_seconds()
-    batch = without.run(load, -10)
-    return (capturing.cpu_seconds() - before) / batch.seconds
-
-
-def _pair(number: int, load: Load, without: EngineHandle, capturing: EngineHandle) -> Pair:
-    order = (capturing, without) if number % 2 else (without, capturing)
-    taken = {engine: engine.run(load, number) for engine in order}
-    return taken[capturing], taken[without]
+def _pair(number: int, load: Load, engine: EngineHandle) -> Pair:
+    order = (False, True) if number % 2 else (True, False)
+    taken = {stock: engine.run(load, number, stock=stock) for stock in order}
+    return taken[False], taken[True]
 
 
 def captured_share(server: RunningDaemon, computed: int) -> float:

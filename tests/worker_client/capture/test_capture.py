@@ -266,10 +266,57 @@ def goes_on(worker: Worker) -> None:
 def test_a_missing_layer_costs_the_step(worker: Worker) -> None:
     part = worker.part("a", 0, 8)
     worker.capture.begin_step(StepMeta((part,)))
-    worker.forward([part], layers=[0, 2, 2, 0])
+    worker.forward([part], layers=[0, 2])
     worker.capture.batched_submit_qstore_requests(b"")
     assert worker.check() == []
     assert worker.lost == {Loss.LAYER_MISSING: 8}
+    assert worker.all_free()
+    goes_on(worker)
+
+
+def test_a_layer_that_comes_twice_costs_the_step(worker: Worker) -> None:
+    """As in a forward pass that is cut into two: nobody knows which of both brought the step's rows."""
+    part = worker.part("a", 0, 8)
+    worker.capture.begin_step(StepMeta((part,)))
+    worker.forward([part], layers=[0, 1, 2, 2])
+    worker.capture.batched_submit_qstore_requests(b"")
+    assert worker.check() == []
+    assert worker.lost == {Loss.LAYER_MISSING: 8}
+    goes_on(worker)
+
+
+def test_later_layers_may_take_the_short_way(worker: Worker) -> None:
+    part = worker.part("a", 0, 8)
+    worker.capture.begin_step(StepMeta((part,)))
+    assert worker.capture.layer_sink() is None, "the first layer has to find the rows"
+    tokens, slots = worker.batch([part])
+    for layer, name in enumerate(worker.names):
+        sink = worker.capture.layer_sink()
+        if sink is None:
+            worker.capture.save_q_layer(name, query_of(tokens, layer), torch.from_numpy(slots))
+        else:
+            sink(name, {"q": query_of(tokens, layer)})
+            sink("draft.layers.0.attn", {"q": torch.ones(8, 1, 1)})
+    worker.capture.batched_submit_qstore_requests(b"")
+    assert worker.check() == [("a", 0, 8)]
+    assert worker.capture.layer_sink() is None, "the step is over"
+
+
+def test_what_comes_by_the_short_way_after_a_step_was_given_up_is_not_stored(
+    worker: Worker,
+) -> None:
+    part = worker.part("a", 0, 8)
+    worker.capture.begin_step(StepMeta((part,)))
+    tokens, slots = worker.batch([part])
+    worker.capture.save_q_layer(worker.names[0], query_of(tokens, 0), torch.from_numpy(slots))
+    sink = worker.capture.layer_sink()
+    assert sink is not None
+    worker.capture.give_up_step(Loss.CAPTURE_DISABLED)
+    for layer in (1, 2):
+        sink(worker.names[layer], {"q": query_of(tokens, layer)})
+    worker.capture.batched_submit_qstore_requests(b"")
+    assert worker.check() == []
+    assert worker.lost == {Loss.CAPTURE_DISABLED: 8}
     assert worker.all_free()
     goes_on(worker)
 

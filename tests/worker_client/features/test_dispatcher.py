@@ -12,7 +12,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
-from lmcache_qclient.features.feature import Feature, Tensors
+from lmcache_qclient.features.feature import Feature, LayerSink, Tensors
 from lmcache_qclient.features.query import QTensorFeature
 from lmcache_qclient.features.registry import FEATURE_REGISTRY, TRANSFER_QUERY
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
@@ -36,6 +36,7 @@ class Recorder(Feature):
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.broken: set[str] = set()
         self.idle_again: float | None = None
+        self.sink: LayerSink | None = None
 
     def _note(self, name: str, *args: Any) -> None:
         self.calls.append((name, args))
@@ -54,6 +55,10 @@ class Recorder(Feature):
 
     def save_kv_layer(self, layer_name: str, tensors: Tensors, slot_mapping: Any) -> None:
         self._note("save_kv_layer", layer_name, tensors, slot_mapping)
+
+    def layer_sink(self) -> LayerSink | None:
+        self._note("layer_sink")
+        return self.sink
 
     def wait_for_save(self, event: bytes | None) -> None:
         self._note("wait_for_save", event)
@@ -78,6 +83,7 @@ class Recorder(Feature):
 HOOKS: list[tuple[str, tuple[Any, ...]]] = [
     ("begin_step", (StepMeta(),)),
     ("save_kv_layer", ("layer", {"q": torch.ones(1)}, None)),
+    ("layer_sink", ()),
     ("wait_for_save", (b"event",)),
     ("reclaim", ()),
     ("work_idle", (None,)),
@@ -145,6 +151,19 @@ def test_the_feature_that_has_work_first_decides_when_it_goes_on(
     for feature, wait in zip(features, waits, strict=True):
         feature.idle_again = wait
     assert Dispatcher(features).work_idle(()) == first
+
+
+def test_later_layers_go_to_every_feature_that_wants_them() -> None:
+    features = [Recorder(), Recorder(), Recorder()]
+    assert Dispatcher(features).layer_sink() is None
+    seen: list[tuple[str, str]] = []
+    features[0].sink = lambda name, tensors: seen.append(("first", name))
+    assert Dispatcher(features).layer_sink() is features[0].sink
+    features[2].sink = lambda name, tensors: seen.append(("third", name))
+    sink = Dispatcher(features).layer_sink()
+    assert sink is not None
+    sink("layer", {})
+    assert seen == [("first", "layer"), ("third", "layer")]
 
 
 # --- building -------------------------------------------------------------------------------------

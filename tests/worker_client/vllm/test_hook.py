@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_qclient.vllm.hook import wrap_layers
+from lmcache_qclient.vllm.hook import Tap, wrap_layers
 
 
 class Impl:
@@ -26,13 +27,19 @@ def layers(*names: str) -> dict[str, Any]:
     return {name: SimpleNamespace(impl=Impl()) for name in names}
 
 
+def tap(sink: Callable[[str, Mapping[str, torch.Tensor]], None]) -> Tap:
+    made = Tap()
+    made.sink = sink
+    return made
+
+
 Q = torch.ones(3, 2, 4)
 
 
 def test_arguments_and_result_pass_unchanged() -> None:
     static, seen = layers("a"), []
     impl = static["a"].impl
-    wrap_layers(static, ["a"], lambda name, query: seen.append((name, query)))
+    wrap_layers(static, ["a"], tap(lambda name, tensors: seen.append((name, tensors["q"]))))
     args = ("layer", Q, "k", "v", "cache", "metadata", "extra")
     assert impl.forward(*args, output="out", output_scale=None) == "output"
     ((got, kwargs),) = impl.seen
@@ -44,7 +51,7 @@ def test_arguments_and_result_pass_unchanged() -> None:
 
 def test_arguments_by_name_pass_too() -> None:
     static, seen = layers("a"), []
-    wrap_layers(static, ["a"], lambda name, query: seen.append(name))
+    wrap_layers(static, ["a"], tap(lambda name, tensors: seen.append(name)))
     static["a"].impl.forward(
         "layer", query=Q, key="k", value="v", kv_cache="c", attn_metadata="m", output="o"
     )
@@ -54,7 +61,7 @@ def test_arguments_by_name_pass_too() -> None:
 
 def test_a_dummy_run_has_no_metadata_and_is_not_seen() -> None:
     static, seen = layers("a"), []
-    wrap_layers(static, ["a"], lambda name, query: seen.append(name))
+    wrap_layers(static, ["a"], tap(lambda name, tensors: seen.append(name)))
     assert static["a"].impl.forward("layer", Q, "k", "v", "c", None, output="o") == "output"
     assert seen == []
     assert len(static["a"].impl.seen) == 1
@@ -62,7 +69,7 @@ def test_a_dummy_run_has_no_metadata_and_is_not_seen() -> None:
 
 def test_only_the_named_instances_are_wrapped() -> None:
     static, seen = layers("a", "b", "c"), []
-    wrap_layers(static, ["a", "c"], lambda name, query: seen.append(name))
+    wrap_layers(static, ["a", "c"], tap(lambda name, tensors: seen.append(name)))
     for name in ("c", "b", "a"):
         static[name].impl.forward("layer", Q, "k", "v", "cache", "m")
     assert seen == ["c", "a"]
@@ -73,7 +80,7 @@ def test_only_the_named_instances_are_wrapped() -> None:
 def test_the_query_is_seen_before_the_attention_runs() -> None:
     static, order = layers("a"), []
     static["a"].impl.forward = lambda *args, **kwargs: order.append("attention")
-    wrap_layers(static, ["a"], lambda name, query: order.append("hook"))
+    wrap_layers(static, ["a"], tap(lambda name, tensors: order.append("hook")))
     static["a"].impl.forward("layer", Q, "k", "v", "c", "m")
     assert order == ["hook", "attention"]
 
@@ -81,10 +88,10 @@ def test_the_query_is_seen_before_the_attention_runs() -> None:
 def test_what_the_hook_raises_does_not_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     static = layers("a")
 
-    def broken(name: str, query: torch.Tensor) -> None:
+    def broken(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         raise AttributeError("no forward context")
 
-    wrap_layers(static, ["a"], broken)
+    wrap_layers(static, ["a"], tap(broken))
     for _ in range(3):
         assert static["a"].impl.forward("layer", Q, "k", "v", "c", "m") == "output"
     assert len(caplog.records) == 1
@@ -97,7 +104,7 @@ def test_what_the_attention_raises_does() -> None:
         raise ZeroDivisionError
 
     static["a"].impl.forward = broken
-    wrap_layers(static, ["a"], lambda name, query: None)
+    wrap_layers(static, ["a"], tap(lambda name, tensors: None))
     with pytest.raises(ZeroDivisionError):
         static["a"].impl.forward("layer", Q, "k", "v", "c", "m")
 
@@ -108,6 +115,16 @@ def test_layers_without_a_plain_forward_are_refused_before_any_is_wrapped() -> N
     static["bare"] = SimpleNamespace()
     wanted = ["a", "mla", "bare", "absent"]
     with pytest.raises(NotImplementedError, match="mla, bare, absent"):
-        wrap_layers(static, wanted, lambda name, query: seen.append(name))
+        wrap_layers(static, wanted, tap(lambda name, tensors: seen.append(name)))
     static["a"].impl.forward("layer", Q, "k", "v", "c", "m")
     assert seen == []
+
+
+def test_a_tap_without_a_sink_sees_nothing_and_may_be_switched_at_any_time() -> None:
+    static, seen = layers("a"), []
+    switched = tap(lambda name, tensors: seen.append(name))
+    wrap_layers(static, ["a"], switched)
+    for sink in (None, switched.sink, None):
+        switched.sink = sink
+        assert static["a"].impl.forward("layer", Q, "k", "v", "c", "m") == "output"
+    assert seen == ["a"]

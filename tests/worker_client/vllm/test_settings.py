@@ -112,7 +112,7 @@ IN_STEP = SimpleNamespace(async_scheduling=False)
         config(),
         config({"decode_context_parallel_size": 1, "prefill_context_parallel_size": None}),
         config(cache={"kv_sharing_fast_prefill": False}),
-        config({"tensor_parallel_size": 8}),
+        config({"tensor_parallel_size": 8, "enable_dbo": False, "ubatch_size": 1}),
         config(scheduler_config=ASYNC, speculative_config=None),
         config(scheduler_config=IN_STEP, speculative_config=object()),
     ],
@@ -126,6 +126,8 @@ def test_what_can_be_captured(fine: Any) -> None:
     [
         (config({"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
         (config({"prefill_context_parallel_size": 4}), "prefill_context_parallel_size"),
+        (config({"enable_dbo": True}), "enable_dbo"),
+        (config({"ubatch_size": 2}), "ubatch_size"),
         (config(cache={"kv_sharing_fast_prefill": True}), "kv_sharing_fast_prefill"),
         (config(scheduler_config=ASYNC, speculative_config=object()), "--no-async-scheduling"),
     ],

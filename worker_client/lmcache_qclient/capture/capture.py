@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class QRingBufferCapture:
     def _forget_step(self) -> None:
         self._targets: Targets | None = None
         self._rows: StepRows | None = None
-        self._layers_written: set[int] = set()
+        self._layers_written: list[int] = []
 
     def setup_q_ring(
         self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
@@ -176,7 +176,25 @@ class QRingBufferCapture:
             for request_id in self._rows.unmatched:
                 self.ledger.leave_out(request_id, LossReason.UNMATCHED)
         self._rows.write(layer, query)
-        self._layers_written.add(layer)
+        self._layers_written.append(layer)
+
+    def layer_sink(self) -> Callable[[str, Mapping[str, torch.Tensor]], None] | None:
+        """What takes every layer after the step's first, in as few calls as can be; None when nothing is captured.
+
+        It is called between any two layers, where their weights have flushed the caches and each call costs. It may be
+        called for the rest of the step after `give_up_step`, too: its rows are never stamped then.
+        """
+        if self._rows is None:
+            return None
+        write, layers, written = self._rows.write, self._layer_index, self._layers_written
+
+        def sink(layer_name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+            layer = layers.get(layer_name)
+            if layer is not None:
+                write(layer, tensors["q"])
+                written.append(layer)
+
+        return sink
 
     def give_up_step(self, reason: LossReason) -> None:
         """Drop what this step has captured; the next step starts clean."""
@@ -204,7 +222,8 @@ class QRingBufferCapture:
         assert self.ring is not None
         if event is None:
             self.ledger.give_up(LossReason.CAPTURE_DISABLED)
-        elif len(self._layers_written) != self.ring.num_layers or self._rows is None:
+        elif self._rows is None or sorted(self._layers_written) != [*range(self.ring.num_layers)]:
+            # One that was seen twice is no better: nobody knows which rows were the step's.
             self.ledger.give_up(LossReason.LAYER_MISSING)
         else:
             self._rows.stamp()

@@ -11,7 +11,7 @@ import torch
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
-from lmcache_qclient.features.feature import Feature, Tensors
+from lmcache_qclient.features.feature import Feature, LayerSink, Tensors
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,22 @@ class Dispatcher:
     def save_kv_layer(
         self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
     ) -> None:
-        """From inside the forward pass, once a layer; as `_each`, which would be two calls more between layers."""
-        for feature in self.features:
-            try:
-                feature.save_kv_layer(layer_name, tensors, slot_mapping)
-            except Exception as error:  # noqa: BLE001 - as there
-                self._failed(feature, error)
+        """From inside the forward pass: the step's first layer, or every layer."""
+        self._each(lambda feature: feature.save_kv_layer(layer_name, tensors, slot_mapping))
+
+    def layer_sink(self) -> LayerSink | None:
+        """After the step's first layer: what takes the later ones; None when nobody needs them."""
+        found: list[LayerSink | None] = []
+        self._each(lambda feature: found.append(feature.layer_sink()))
+        sinks = [sink for sink in found if sink is not None]
+        if len(sinks) < 2:
+            return sinks[0] if sinks else None
+
+        def every(layer_name: str, tensors: Tensors) -> None:
+            for sink in sinks:
+                sink(layer_name, tensors)
+
+        return every
 
     def wait_for_save(self, event: bytes | None) -> None:
         """At the forward's exit."""

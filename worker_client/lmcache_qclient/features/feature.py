@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 
 Tensors = Mapping[str, torch.Tensor]
 """What a hook can see of one attention layer: "q" `[rows, heads, head_dim]`, later also "k", "v", "o"."""
+
+LayerSink = Callable[[str, Tensors], None]
+"""Takes one layer's tensors: the engine's name, and what the hook saw."""
 
 
 class Feature(ABC):
@@ -40,6 +43,13 @@ class Feature(ABC):
         self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
     ) -> None:
         """From inside the forward pass, once a layer."""
+
+    @abstractmethod
+    def layer_sink(self) -> LayerSink | None:
+        """Called after the step's first layer: what takes the later ones; None when the step needs no more of them.
+
+        What it raises costs the step: without that layer it can't be whole.
+        """
 
     @abstractmethod
     def wait_for_save(self, event: bytes | None) -> None:

@@ -11,7 +11,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
-from lmcache_qclient.features.feature import Feature, Tensors
+from lmcache_qclient.features.feature import Feature, LayerSink, Tensors
 from lmcache_qprotocol.reasons import LossReason
 
 
@@ -43,6 +43,10 @@ class QTensorFeature(Feature):
         query = tensors.get("q")
         if query is not None:
             self.capture.save_q_layer(layer_name, query, slot_mapping)
+
+    def layer_sink(self) -> LayerSink | None:
+        """See `Feature`."""
+        return self.capture.layer_sink()
 
     def wait_for_save(self, event: bytes | None) -> None:
         """Submit what the step has finished."""

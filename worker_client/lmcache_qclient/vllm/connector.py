@@ -25,10 +25,11 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.geometry import reference_group
 from lmcache_qclient.capture.step import StepMeta
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
+from lmcache_qclient.features.feature import Tensors
 from lmcache_qclient.features.idle_watch import IdleWatch
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.vllm.guard import ScheduleGuard
-from lmcache_qclient.vllm.hook import wrap_layers
+from lmcache_qclient.vllm.hook import Tap, wrap_layers
 from lmcache_qclient.vllm.neighbours import announce, neighbour
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.schedule import ScheduleTracker
@@ -67,8 +68,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         self._reference_layer: str | None = None
         self._idle: IdleWatch | None = None
         self._last_step: StepMeta | None = None
-        self._in_step = False
-        self._slots: torch.Tensor | None = None
+        self._tap = Tap()
         if not self.settings.features:
             return
         refuse_unsupported(vllm_config)
@@ -100,7 +100,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         names = self._dispatcher.register(kv_caches, self._cache_config, self._config)
         self._reference_layer = self._dispatcher.reference_layer()
-        wrap_layers(self._config.compilation_config.static_forward_context, names, self._on_query)
+        wrap_layers(self._config.compilation_config.static_forward_context, names, self._tap)
         self._idle = IdleWatch(self._work_idle)
 
     def _connect(self) -> QRingBufferAdapter:
@@ -123,14 +123,18 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
             heartbeat_interval_s=self.settings.heartbeat_s,
         )
 
-    def _on_query(self, layer_name: str, query: torch.Tensor) -> None:
-        # Called between any two layers: what is the same for all of them is looked up by the first.
-        if self._dispatcher is None or not self._in_step:
+    def _on_first_layer(self, layer_name: str, tensors: Tensors) -> None:
+        """The step's first layer finds the rows; the later ones take the short way."""
+        if self._dispatcher is None:
             return
-        if self._slots is None:
-            mapping = get_forward_context().slot_mapping
-            self._slots = mapping.get(self._reference_layer) if isinstance(mapping, dict) else None
-        self._dispatcher.save_kv_layer(layer_name, {"q": query}, self._slots)
+        mapping = get_forward_context().slot_mapping
+        slots = mapping.get(self._reference_layer) if isinstance(mapping, dict) else None
+        self._dispatcher.save_kv_layer(layer_name, tensors, slots)
+        self._tap.sink = self._dispatcher.layer_sink()
+
+    def has_connector_metadata(self) -> bool:
+        """False: vLLM asks before every layer whether KV is to be loaded or saved, and then makes two more calls."""
+        return False
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -140,15 +144,13 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle is not None:
             self._idle.step_begins()
         self._last_step = connector_metadata.step
-        self._slots = None
-        self._in_step = True
+        self._tap.sink = self._on_first_layer
         self._dispatcher.begin_step(connector_metadata.step)
 
     def clear_connector_metadata(self) -> None:
         """A step has ended."""
         super().clear_connector_metadata()
-        self._in_step = False
-        self._slots = None
+        self._tap.sink = None
         if self._idle is not None:
             self._idle.step_ended()
 

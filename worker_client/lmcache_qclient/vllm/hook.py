@@ -16,16 +16,28 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-OnQuery = Callable[[str, torch.Tensor], None]
+
+class Tap:
+    """Where the hooks of all layers hand what they see.
+
+    Attributes:
+        sink: takes a layer's name and its tensors, "q" `[rows, heads, head_dim]`; what it raises is logged and goes no
+            further. None: nobody wants any.
+    """
+
+    __slots__ = ("sink",)
+
+    def __init__(self) -> None:
+        self.sink: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None
 
 
-def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], on_query: OnQuery) -> None:
-    """Call `on_query(layer name, query)` before each layer's attention.
+def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], tap: Tap) -> None:
+    """Hand each layer's query to the tap, before its attention.
 
     Args:
         layers: vLLM's `static_forward_context`.
         names: the layers to wrap.
-        on_query: query is `[rows, heads, head_dim]`; what it raises is logged and goes no further.
+        tap: may be switched at any time.
 
     Raises:
         NotImplementedError: a layer has no `impl.forward` with a plain query (MLA).
@@ -37,10 +49,10 @@ def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], on_query: OnQue
             f"queries of these layers can't be captured yet: {', '.join(strange)}"
         )
     for name, impl in impls.items():
-        impl.forward = _wrapped(name, impl.forward, on_query)
+        impl.forward = _wrapped(name, impl.forward, tap)
 
 
-def _wrapped(name: str, forward: Callable[..., Any], on_query: OnQuery) -> Callable[..., Any]:
+def _wrapped(name: str, forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
     failed: list[str] = []
 
     def capturing_forward(
@@ -53,9 +65,9 @@ def _wrapped(name: str, forward: Callable[..., Any], on_query: OnQuery) -> Calla
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if attn_metadata is not None:
+        if tap.sink is not None and attn_metadata is not None:
             try:
-                on_query(name, query)
+                tap.sink(name, {"q": query})
             except Exception:
                 # The engine would die of it. Without this layer the step is counted as layer_missing.
                 if not failed:

@@ -9,7 +9,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Check vLLM's configuration.
 
     Raises:
-        ValueError: context parallelism, KV-sharing fast prefill, or async scheduling of drafts.
+        ValueError: context parallelism, microbatches, KV-sharing fast prefill, or async scheduling of drafts.
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -17,6 +17,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
             raise ValueError(
                 f"query capture does not work with {name} > 1: a rank sees only part of each token's slots"
             )
+    if getattr(parallel, "enable_dbo", False) or int(getattr(parallel, "ubatch_size", 0) or 0) > 1:
+        raise ValueError(
+            "query capture does not work with enable_dbo or ubatch_size: a step's rows come in several parts then"
+        )
     if getattr(cache, "kv_sharing_fast_prefill", False):
         raise ValueError(
             "query capture does not work with kv_sharing_fast_prefill: shared layers skip prompt rows"
