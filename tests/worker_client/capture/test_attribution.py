@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_qclient.capture.attribution import attribute, targets_of
+from lmcache_qclient.capture.attribution import attribute, attribute_few, targets_of
 from lmcache_qclient.capture.step_plan import Run
 
 seeds = st.integers(0, 1 << 32)
@@ -36,11 +36,16 @@ def batch(random: Random, requests: int) -> tuple[list[Run], dict[str, dict[int,
 def attributed(
     mapping: list[int], runs: list[Run]
 ) -> tuple[dict[int, tuple[int, int]], tuple[str, ...]]:
-    """Row -> (ring slot, stamp) of the rows that got one, and who is left out."""
+    """Row -> (ring slot, stamp) of the rows that got one, and who is left out; the same by both ways."""
     result = attribute(np.array(mapping, dtype=np.int64), targets_of(runs))
     assert len(result.ring_slots) == len(result.stamps) == len(mapping)
     rows = zip(result.ring_slots.tolist(), result.stamps.tolist(), strict=True)
-    return {row: pair for row, pair in enumerate(rows) if pair[0] != -1}, result.unmatched
+    got = {row: pair for row, pair in enumerate(rows) if pair[0] != -1}
+    few = attribute_few(mapping, runs)
+    assert {row: pair for row, *pair in few.kept} == {row: [*pair] for row, pair in got.items()}
+    assert len(few.kept) == len(got)
+    assert sorted(few.unmatched) == sorted(result.unmatched)
+    return got, result.unmatched
 
 
 @given(seeds, st.integers(1, 5), st.booleans())

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_qclient.capture.attribution import targets_of
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.rows_aside import FEW
 from lmcache_qclient.capture.step_plan import Run
@@ -31,7 +30,7 @@ def ring_of(dtype: torch.dtype = torch.float32) -> QRingBuffer:
 def step(ring: QRingBuffer, wanted: dict[int, int], mapping: list[int]) -> HostRows:
     """A step whose rows have the cache slots `mapping`; wanted: cache slot → ring slot."""
     runs = [Run("r", cache, slot, 1000 + cache, 1) for cache, slot in wanted.items()]
-    return HostRows(ring, torch.tensor(mapping, dtype=torch.int64), targets_of(runs))
+    return HostRows(ring, torch.tensor(mapping, dtype=torch.int64), runs)
 
 
 def query(random: Random, rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_qclient.capture.attribution import targets_of
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.step_plan import Run
 from lmcache_qclient.capture.step_rows import DeviceRows, HostRows
@@ -24,7 +23,7 @@ def written(kind: Kind, slots: list[int], runs: list[Run]) -> tuple[np.ndarray, 
     ring = QRingBuffer(LAYERS, BLOCKS, BLOCK, WIDTH, torch.float32)
     if kind is DeviceRows:
         ring._host_bits = None
-    rows = kind(ring, torch.tensor(slots, dtype=torch.int64), targets_of(runs))
+    rows = kind(ring, torch.tensor(slots, dtype=torch.int64), runs)
     for layer in range(LAYERS):
         query = torch.arange(len(slots) + 2.0)[:, None] * 10 + layer  # two rows of padding
         rows.write(layer, query.expand(-1, WIDTH))
@@ -89,15 +88,15 @@ def test_a_slot_that_two_want_is_nobodys(kind: Kind) -> None:
 
 def test_only_the_host_knows_who_is_left_out() -> None:
     ring = QRingBuffer(LAYERS, BLOCKS, BLOCK, WIDTH, torch.float32)
-    targets = targets_of([Run("a", 8, 0, 100, 2), Run("b", 20, 4, 200, 1)])
+    wanted = [Run("a", 8, 0, 100, 2), Run("b", 20, 4, 200, 1)]
     slots = torch.tensor([8, 20])
-    assert HostRows(ring, slots, targets).unmatched == ("a",)
-    assert DeviceRows(ring, slots, targets).unmatched == ()
+    assert HostRows(ring, slots, wanted).unmatched == ("a",)
+    assert DeviceRows(ring, slots, wanted).unmatched == ()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_with_fewer_rows_than_the_first(kind: Kind) -> None:
     ring = QRingBuffer(LAYERS, BLOCKS, BLOCK, WIDTH, torch.float32)
-    rows = kind(ring, torch.tensor([8, 9]), targets_of([Run("a", 8, 0, 100, 2)]))
+    rows = kind(ring, torch.tensor([8, 9]), [Run("a", 8, 0, 100, 2)])
     with pytest.raises(ValueError, match="brought 1 rows, the step's first one 2"):
         rows.write(1, torch.ones(1, WIDTH))

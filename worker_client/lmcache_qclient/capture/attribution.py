@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,3 +104,46 @@ def attribute(slot_mapping: Slots, targets: Targets) -> Attribution:
         np.where(good, targets.stamps[place], -1),
         tuple(targets.request_ids[owner] for owner in bad_owners),
     )
+
+
+class FewRows(NamedTuple):
+    """Where the few rows of one step go.
+
+    Attributes:
+        kept: (row, ring slot, stamp) of each row that is wanted.
+        unmatched: as in `Attribution`.
+    """
+
+    kept: list[tuple[int, int, int]]
+    unmatched: tuple[str, ...]
+
+
+def attribute_few(slot_mapping: Sequence[int], runs: Sequence[Run]) -> FewRows:
+    """`attribute` for a handful of rows, where every call into NumPy costs more than the rows.
+
+    Args:
+        slot_mapping: the cache slot of each row; -1 for padding.
+        runs: what the step wants.
+    """
+    wanted: dict[int, tuple[int, int, str]] = {}
+    bad: dict[str, None] = {}
+    for run in runs:
+        for at in range(run.length):
+            slot = run.engine_slot + at
+            if slot in wanted:
+                bad[wanted[slot][2]] = bad[run.request_id] = None
+            wanted[slot] = run.ring_slot + at, run.stamp + at, run.request_id
+    found: dict[int, int] = {}
+    for row, slot in enumerate(slot_mapping):
+        if slot in wanted:
+            if slot in found:
+                bad[wanted[slot][2]] = None
+            found[slot] = row
+    if len(found) != len(wanted):
+        bad.update((owner, None) for slot, (_, _, owner) in wanted.items() if slot not in found)
+    kept = [
+        (row, wanted[slot][0], wanted[slot][1])
+        for slot, row in found.items()
+        if wanted[slot][2] not in bad
+    ]
+    return FewRows(kept, tuple(bad))

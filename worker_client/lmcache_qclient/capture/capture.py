@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.attribution import Targets, targets_of
 from lmcache_qclient.capture.full_ring import WaitForRoom
 from lmcache_qclient.capture.geometry import (
     Geometry,
@@ -34,6 +33,7 @@ from lmcache_qclient.capture.ledger import Ledger
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
+from lmcache_qclient.capture.step_plan import Run
 from lmcache_qclient.capture.step_rows import HostRows, StepRows
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import NONCE_LIMIT
@@ -63,7 +63,7 @@ class QRingBufferCapture:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._targets: Targets | None = None
+        self._wanted: list[Run] = []
         self._rows: StepRows | None = None
         self._layers_written: list[int] = []
 
@@ -153,8 +153,7 @@ class QRingBufferCapture:
         self.ring.clear_blocks(plan.clear_blocks)
         for slot, length in plan.clear_rows:
             self.ring.clear_rows(slot, length)
-        if plan.runs:
-            self._targets = targets_of(plan.runs)
+        self._wanted = plan.runs
 
     def save_q_layer(
         self, layer_name: str, query: torch.Tensor, slot_mapping: torch.Tensor | None
@@ -167,12 +166,12 @@ class QRingBufferCapture:
             slot_mapping: int64 `[rows]`, cache slots of the reference layer; -1 for padding.
         """
         layer = self._layer_index.get(layer_name)
-        if self._targets is None or layer is None or slot_mapping is None:
+        if not self._wanted or layer is None or slot_mapping is None:
             return
         assert self.ring is not None
         assert self.ledger is not None
         if self._rows is None:
-            self._rows = self._rows_kind(self.ring, slot_mapping[: len(query)], self._targets)
+            self._rows = self._rows_kind(self.ring, slot_mapping[: len(query)], self._wanted)
             for request_id in self._rows.unmatched:
                 self.ledger.leave_out(request_id, LossReason.UNMATCHED)
         self._rows.write(layer, query)
@@ -211,7 +210,7 @@ class QRingBufferCapture:
         """
         if self.ledger is None or self.ring is None:
             return
-        if self._targets is not None:
+        if self._wanted:
             self._close_step(event)
         self._forget_step()
         for chunk in self.ledger.end_step():

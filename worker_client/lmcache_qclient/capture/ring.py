@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmcache_qclient.capture.attribution import Slots
 from lmcache_qclient.capture.blocks import BlockAllocator
 from lmcache_qclient.capture.ring_memory import RingMemory
 from lmcache_qclient.capture.rows_aside import RowsAside
@@ -117,6 +116,11 @@ class QRingBuffer:
         self._host_bits = self._flat_bits.numpy() if on_host else None
         self._host_stamps = self.flat_stamps.numpy() if on_host else None
         self.aside = RowsAside(num_layers, hidden_dim, dtype) if on_host else None
+        self._host_blocks = self._host_aside = None
+        if self._host_bits is not None and self.aside is not None:
+            shape = (num_blocks, num_layers, block_size, hidden_dim)
+            self._host_blocks = self._host_bits[:-1].reshape(shape)
+            self._host_aside = self.aside.rows.view(self._flat_bits.dtype).numpy()
 
     def _allocate_memory(self) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -182,23 +186,20 @@ class QRingBuffer:
             # NumPy's indexed assignment costs a fifth of torch's for a few rows, and half for many.
             self._host_bits[np.minimum(index.base.numpy() + offset, self._trash_row)] = bits.numpy()
 
-    def take_aside(self, ring_slots: Slots, stamps: Slots) -> None:
-        """Write what waits in `aside`, all layers at once, and stamp it; host memory only.
+    def take_aside(self, kept: Sequence[tuple[int, int, int]]) -> None:
+        """Write what waits in `aside`, all layers of a row at once, then stamp it; host memory only.
 
         Args:
-            ring_slots: int64 `[rows]`, inside the ring; -1 drops the row.
-            stamps: int64 `[rows]`.
+            kept: (row, ring slot, stamp) of each row; slots are inside the ring.
         """
-        assert self._host_bits is not None
+        assert self._host_blocks is not None
         assert self._host_stamps is not None
-        assert self.aside is not None
-        blocks = self._host_bits[:-1].reshape(self.num_blocks, self.num_layers, self.block_size, -1)
-        waiting = self.aside.rows.view(self._flat_bits.dtype).numpy()
-        for row, slot in enumerate(ring_slots.tolist()):
-            if slot >= 0:
-                block, offset = divmod(slot, self.block_size)
-                blocks[block, :, offset] = waiting[:, row]
-        self._host_stamps[ring_slots] = stamps  # -1 is the trash stamp, the last
+        assert self._host_aside is not None
+        for row, slot, _ in kept:
+            block, offset = divmod(slot, self.block_size)
+            self._host_blocks[block, :, offset] = self._host_aside[:, row]
+        for _, slot, stamp in kept:
+            self._host_stamps[slot] = stamp
 
     def as_rows(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
         """The query as `[rows, hidden_dim]`.

@@ -8,12 +8,14 @@ gets no stamp, and the server refuses the chunk that it belongs to. Either way a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
-from lmcache_qclient.capture.attribution import Targets, attribute
+from lmcache_qclient.capture.attribution import attribute, attribute_few, targets_of
 from lmcache_qclient.capture.ring import QRingBuffer, to_device
 from lmcache_qclient.capture.rows_aside import FEW
+from lmcache_qclient.capture.step_plan import Run
 
 
 class StepRows(ABC):
@@ -22,7 +24,7 @@ class StepRows(ABC):
     Args:
         ring: where the rows go.
         slot_mapping: int64 `[rows]`, the cache slot of each row of the forward pass; -1 for padding.
-        targets: what the step wants.
+        wanted: the rows of the step.
 
     Attributes:
         unmatched: requests of which it is known that rows are missing, or there more than once; they are written to no
@@ -31,21 +33,23 @@ class StepRows(ABC):
 
     unmatched: tuple[str, ...] = ()
 
-    def __init__(self, ring: QRingBuffer, slot_mapping: torch.Tensor, targets: Targets) -> None:
+    def __init__(
+        self, ring: QRingBuffer, slot_mapping: torch.Tensor, wanted: Sequence[Run]
+    ) -> None:
         self._ring = ring
         self._rows = len(slot_mapping)
-        self._ring_slots, self._stamps = self._find(slot_mapping, targets)
-        self._prepare()
+        self._begin(slot_mapping, wanted)
+
+    def _begin(self, slot_mapping: torch.Tensor, wanted: Sequence[Run]) -> None:
+        """What is the same for every layer."""
+        self._ring_slots, self._stamps = self._find(slot_mapping, wanted)
+        self._index = self._ring.index(self._ring_slots)
 
     @abstractmethod
     def _find(
-        self, slot_mapping: torch.Tensor, targets: Targets
+        self, slot_mapping: torch.Tensor, wanted: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ring slot (-1: dropped) and stamp of each row; int64 `[rows]` on the ring's device."""
-
-    def _prepare(self) -> None:
-        """What is the same for every layer."""
-        self._index = self._ring.index(self._ring_slots)
 
     def write(self, layer: int, query: torch.Tensor) -> None:
         """Write one layer's rows; rows of the query beyond the slot mapping are padding.
@@ -70,13 +74,15 @@ class StepRows(ABC):
 class HostRows(StepRows):
     """The slot mapping lies in host memory. Few rows wait aside until the last layer (rows_aside.py)."""
 
-    def _prepare(self) -> None:
+    def _begin(self, slot_mapping: torch.Tensor, wanted: Sequence[Run]) -> None:
         self._shape = torch.Size()
         self._numel = self._dim = -1
         self._layers: list[torch.Tensor] = []
         self._few = self._rows <= FEW
-        if not self._few:
-            super()._prepare()
+        if self._few:
+            self._kept, self.unmatched = attribute_few(slot_mapping.tolist(), wanted)
+        else:
+            super()._begin(slot_mapping, wanted)
 
     def write(self, layer: int, query: torch.Tensor) -> None:
         """See `StepRows`."""
@@ -105,14 +111,14 @@ class HostRows(StepRows):
     def stamp(self) -> None:
         """See `StepRows`."""
         if self._few:
-            self._ring.take_aside(self._ring_slots.numpy(), self._stamps.numpy())
+            self._ring.take_aside(self._kept)
         else:
             super().stamp()
 
     def _find(
-        self, slot_mapping: torch.Tensor, targets: Targets
+        self, slot_mapping: torch.Tensor, wanted: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = attribute(slot_mapping.numpy(), targets)
+        found = attribute(slot_mapping.numpy(), targets_of(wanted))
         self.unmatched = found.unmatched
         return torch.from_numpy(found.ring_slots), torch.from_numpy(found.stamps)
 
@@ -121,18 +127,19 @@ class DeviceRows(StepRows):
     """The slot mapping lies on a device, where nothing may be looked at."""
 
     def _find(
-        self, slot_mapping: torch.Tensor, targets: Targets
+        self, slot_mapping: torch.Tensor, wanted: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wanted, slots, stamps = (
+        targets = targets_of(wanted)
+        asked, slots, stamps = (
             to_device(torch.from_numpy(rows), self._ring.device)
             for rows in (targets.engine_slots, targets.ring_slots, targets.stamps)
         )
-        place = torch.searchsorted(wanted, slot_mapping.contiguous()).clamp_(max=len(targets) - 1)
-        found = wanted.index_select(0, place) == slot_mapping
-        hits = torch.zeros_like(wanted).index_add_(0, place, found.to(torch.int64))
+        place = torch.searchsorted(asked, slot_mapping.contiguous()).clamp_(max=len(targets) - 1)
+        found = asked.index_select(0, place) == slot_mapping
+        hits = torch.zeros_like(asked).index_add_(0, place, found.to(torch.int64))
         # A slot that is wanted twice has its hit at the first of both places: neither may count.
-        twice = torch.zeros_like(wanted)
-        same = (wanted[1:] == wanted[:-1]).to(torch.int64)
+        twice = torch.zeros_like(asked)
+        same = (asked[1:] == asked[:-1]).to(torch.int64)
         twice[1:] += same
         twice[:-1] += same
         good = found & (hits.index_select(0, place) == 1) & (twice.index_select(0, place) == 0)
