@@ -89,6 +89,7 @@ def requests(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) ->
         found.append(complete(server, prompt(200, 1), 3))  # a hit of the prefix cache
         found.append(complete(server, prompt(120, 2), 3, SALT))  # none: another salt
         wait_until(lambda: is_stored(daemon, found[-1]), "an idle engine keeps no rows back")
+        wait_until(lambda: settled(daemon), "an idle engine tells of all that it has done")
     return found
 
 
@@ -99,6 +100,12 @@ def is_stored(daemon: RunningDaemon, request: Answered) -> bool:
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         found = cache.retrieve(request.token_ids, cache_salt=request.salt)
         return found.num_tokens >= len(request.token_ids) - 1
+
+
+def settled(daemon: RunningDaemon) -> bool:
+    """The worker's account is told, to the last token."""
+    coverage: dict[str, Any] = daemon.status()["coverage"]
+    return coverage["computed"] > 0 and coverage["pending"] == 0
 
 
 def test_every_row_is_found_and_right(daemon: RunningDaemon, requests: list[Answered]) -> None:
@@ -142,4 +149,4 @@ def test_every_computed_token_is_in_the_account(
     assert (coverage["captured"], coverage["pending"]) == (needed, 0)
     # An engine that schedules ahead may compute a step of a request that has just ended.
     assert set(lost) <= {"discarded_after_finish"}
-    assert daemon.status()["registered_q_ids"] == []
+    wait_until(lambda: daemon.status()["registered_q_ids"] == [], "the ring is released")

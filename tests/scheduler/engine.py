@@ -327,6 +327,13 @@ class Engine:
         self.worker.check_over()
         assert self.guard._tracker._requests == {}, "the tracker keeps ended requests"
         assert self.worker.computed == sum(life.computed for life in self.lives)
+        if self.runner.misled:
+            # vLLM 0.32: a request that priority scheduling preempts in the step that it was scheduled in leaves blocks
+            # in the prefix cache that nobody computes. The engine's own answers are wrong from there on, so no row of
+            # this scenario can be compared with the truth.
+            assert self.scenario.priority
+            self.seen["vLLM misled itself"] += 1
+            return
         self._check_account(self._stored())
 
     def _stored(self) -> Counter[Span]:

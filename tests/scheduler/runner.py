@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.scheduler.model import mix, queries
+from tests.scheduler.model import mix, queries, states
 
 VOCABULARY = 40
 PADDING = -1
@@ -27,6 +27,7 @@ class _State:
     tokens: list[int]
     blocks: list[int]
     root: int
+    is_new: bool = True  # or resumed: what it is told to have computed is to be checked
 
 
 @dataclass
@@ -81,6 +82,8 @@ class Runner:
         self.states: dict[str, _State] = {}
         self.batch: set[str] = set()
         self.proposed: dict[str, list[int]] = {}
+        self.misled: set[str] = set()
+        """Requests that were told that cache blocks hold their past, which nobody has ever computed."""
 
     def execute(self, output: Any) -> Forward | None:
         """One step; None when there is nothing to compute."""
@@ -134,7 +137,7 @@ class Runner:
                 self._align_tokens(state, name, cached, cached.num_output_tokens[index], resumed)
             new_blocks = cached.new_block_ids[index]
             if resumed:
-                state.blocks = []
+                state.blocks, state.is_new = [], True
             if new_blocks is not None:
                 state.blocks += new_blocks[self.group_index]
 
@@ -161,6 +164,9 @@ class Runner:
         fed = [*state.tokens, *guesses]
         assert start + count <= len(fed), "the scheduler asks for tokens that nobody knows"
         current = self.cache[self._slot(state, start - 1)] if start else state.root
+        if start and state.is_new and current != states(state.root, fed[:start])[-1]:
+            self.misled.add(name)
+        state.is_new = False
         rows = []
         for position in range(start, start + count):
             current = mix(current, fed[position])
