@@ -26,9 +26,9 @@ HEAD = """# What has been captured, and compared
 
 Stock vLLM 0.32 on a CPU, SmolLM2-135M in fp32, chunks of 64 tokens, engine blocks of 32. Each row is one run of
 `tests/e2e/test_vllm_matrix.py` (made by `QSERVER_MATRIX=1 make test-vllm`): every stored row of every layer is compared
-with transformers; *computed* is counted from the scheduler's `num_scheduled_tokens`, outside of our ledger. LoRA adapters, prompt
-embeddings and pictures are compared the same way by `tests/e2e/test_vllm_identity.py`, vLLM's OpenAI server by
-`tests/e2e/test_openai_server.py`.
+with transformers; *computed* is counted from the scheduler's `num_scheduled_tokens`, outside of our ledger. LoRA
+adapters, prompt embeddings and pictures are compared the same way by `tests/e2e/test_vllm_identity.py`, vLLM's OpenAI
+server by `tests/e2e/test_openai_server.py`.
 
 | case | computed | captured | lost | rows compared | max rel. row error |
 |---|---|---|---|---|---|
