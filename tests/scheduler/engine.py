@@ -327,6 +327,7 @@ class Engine:
         self.worker.check_over()
         assert self.guard._tracker._requests == {}, "the tracker keeps ended requests"
         assert self.worker.computed == sum(life.computed for life in self.lives)
+        self.seen["server gone"] += self.worker.adapter.outages
         if self.runner.misled:
             # vLLM 0.32: a request that priority scheduling preempts in the step that it was scheduled in leaves blocks
             # in the prefix cache that nobody computes. The engine's own answers are wrong from there on, so no row of

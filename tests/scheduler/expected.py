@@ -148,6 +148,8 @@ def most(scenario: Scenario, lives: Sequence[Life]) -> Counter[str]:
         found += _most(scenario, life)
     if scenario.ring_blocks < scenario.AMPLE:
         found[Loss.RING_FULL.value] = computed
+    if scenario.outage:
+        found[Loss.SERVER_UNAVAILABLE.value] = computed
     if scenario.refuse:
         found[Loss.POOL_FULL.value] = computed
     if scenario.faults:

@@ -57,6 +57,7 @@ class Scenario:
         ring_blocks: blocks of the ring.
         answer: chance (0 to 1) a step that a store under way is answered.
         refuse: chance (0 to 1) that the answer is "no room".
+        outage: chance per step that the server is gone for a while.
         requests: how many arrive.
         stop, abort, reset, pause: chance of a request to have a stop token, and per step of an abort, of a cache reset
             that preempts all, of a pause.
@@ -88,6 +89,7 @@ class Scenario:
     ring_blocks: int = AMPLE
     answer: float = 1.0
     refuse: float = 0.0
+    outage: float = 0.0
     requests: int = 10
     stop: float = 0.0
     abort: float = 0.0
@@ -103,7 +105,8 @@ class Scenario:
     @property
     def roomy(self) -> bool:
         """Whether nothing is lost for want of room, here or at the server, and nothing of ours fails."""
-        return self.ring_blocks >= self.AMPLE and self.refuse == 0.0 and self.faults == 0.0
+        trouble = self.refuse + self.outage + self.faults
+        return self.ring_blocks >= self.AMPLE and trouble == 0.0
 
 
 def draw(family: Family, seed: int) -> Scenario:
@@ -139,6 +142,7 @@ def draw(family: Family, seed: int) -> Scenario:
         ring_blocks=random.choice([1, 3, 6, 12]) if small_ring else Scenario.AMPLE,
         answer=0.4 if busy_server else 1.0,
         refuse=0.2 if busy_server and random.random() < 0.5 else 0.0,
+        outage=0.05 if busy_server and random.random() < 0.5 else 0.0,
         requests=random.randint(4, 9),
         stop=random.choice([0.0, 0.5]),
         abort=random.choice([0.0, 0.0, 0.06]),

@@ -45,6 +45,7 @@ def test_the_scenarios_are_about_something() -> None:
         Loss.DISCARDED_AFTER_FINISH,
         Loss.TAIL_OFF,
         Loss.POOL_FULL,
+        Loss.SERVER_UNAVAILABLE,
         Loss.CAPTURE_DISABLED,
         Loss.UNMATCHED,
         Loss.LAYER_MISSING,
@@ -61,6 +62,7 @@ def test_the_scenarios_are_about_something() -> None:
         "foretold with idle times",
         "ended while idle",
         "idle apart",
+        "server gone",
     ):
         assert seen[what] > 0, what
     assert seen["foretold"] >= len(FAMILIES)

@@ -25,21 +25,34 @@ from tests.worker_client.capture.fake_vllm import caches, layer_names, vllm_conf
 
 
 class SlowAdapter(FakeAdapter):
-    """Answers each store under way with some chance a step, and refuses some; until then the blocks must not change."""
+    """Answers each store under way with some chance a step, and refuses some; until then the blocks must not change.
+
+    Now and then the server is gone for some steps. Stores without an answer are lost then, but a server that hangs may
+    still be copying: their blocks wait in quarantine until it is back.
+    """
 
     def __init__(self, random: Random, scenario: Scenario) -> None:
         super().__init__(scenario.chunk_size)
         self.random, self.scenario = random, scenario
         self.sent: list[Stored] = []
         self.refused: list[Stored] = []
+        self.quarantine: list[Stored] = []
+        self.is_gone = False
+        self.outages = 0
 
     def submit_q_store_request(self, chunk: FinishedChunk) -> int:
+        if self.is_gone:
+            assert self.ring is not None
+            chunk.tally.lose(LossReason.SERVER_UNAVAILABLE, chunk.tokens)
+            self.ring.free(chunk.blocks)
+            return -1
         number = super().submit_q_store_request(chunk)
         self.sent.append(self.stored[-1])
         return number
 
     def reclaim_finished_q_stores(self, all_of_them: bool = False) -> int:
         assert self.ring is not None
+        self._come_and_go(all_of_them)
         done: list[Stored] = []
         left: list[Stored] = []
         for item in self.sent:
@@ -56,6 +69,21 @@ class SlowAdapter(FakeAdapter):
                 item.chunk.tally.capture(item.chunk.tokens)
             self.ring.free(item.chunk.blocks)
         return len(done)
+
+    def _come_and_go(self, come: bool) -> None:
+        assert self.ring is not None
+        if self.is_gone and (come or self.random.random() < 0.3):
+            self.is_gone = False
+            for item in self.quarantine:
+                self._check_untouched(item)
+                self.ring.free(item.chunk.blocks)
+            self.quarantine = []
+        elif not self.is_gone and not come and self.random.random() < self.scenario.outage:
+            self.is_gone = True
+            self.outages += 1
+            for item in self.sent:
+                item.chunk.tally.lose(LossReason.SERVER_UNAVAILABLE, item.chunk.tokens)
+            self.quarantine, self.sent = self.sent, []
 
     def _check_untouched(self, item: Stored) -> None:
         assert self.ring is not None
@@ -135,6 +163,7 @@ class Worker:
         assert account.computed == account.captured + account.lost.total() + pending
         owned = [block for chunk in open_chunks for block in chunk.blocks]
         owned += [block for chunk in under_way for block in chunk.blocks]
+        owned += [block for item in self.adapter.quarantine for block in item.chunk.blocks]
         assert len(owned) == len(set(owned)), "a ring block has two owners"
         assert len(owned) == ring.usage().used, "a ring block has no owner"
 
