@@ -83,7 +83,7 @@ def test_a_worker_that_stops_at_any_step_stores_only_what_is_right(family: Famil
 
 @pytest.mark.parametrize("pieces", [True, False])
 @by_family
-def test_little_cache_two_long_requests(family: Family, pieces: bool) -> None:
+def test_c27_little_cache_two_long_requests(family: Family, pieces: bool) -> None:
     """10 cache blocks of 16, chunk 32, 101 new tokens each: preempted, resumed, and no whole chunk is lost."""
     from tests.scheduler.engine import Engine
 

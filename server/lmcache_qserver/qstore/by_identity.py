@@ -33,6 +33,8 @@ from lmcache_qserver.qstore.by_tokens import common_rows
 
 CHARS_KEPT = 1 << 24
 MOST_CHARS_TOLD = 1 << 20
+MOST_ITEMS_LOOKED_AT = 1 << 16
+"""Items of the claims that one question looks at: each is compared, and hashed."""
 MOST_LOOKED_AT = 2048
 ITEM_CHARS = 32
 """Counted for an item besides its digest."""
@@ -143,13 +145,16 @@ class ByIdentity:
             chunks: see `IdentityQuery`.
         """
         answer = _Answer()
-        looked_at = 0
+        looked_at, items_left = 0, MOST_ITEMS_LOOKED_AT
         for chunk in sorted(chunks, key=lambda one: -one.index):
             ordered = self._parents.get((model_name, chunk.parent_hash), [])
             for agreed, key in _nearest(ordered, token_bytes(chunk.tokens)):
                 if looked_at == MOST_LOOKED_AT or answer.full:
                     return answer.reply(more=True)
                 looked_at += 1
+                items_left -= len(self._objects[key].claim.items)
+                if items_left < 0:
+                    return answer.reply(more=True)
                 if agreed > (0 if key.rows is None else key.rows[0]):
                     end = chunk.index * chunk_size + agreed
                     answer.add(self._objects[key].claim.up_to(end))

@@ -169,3 +169,14 @@ def test_a_question_costs_no_more_than_it_may(bound: str, monkeypatch: pytest.Mo
     chunk = PartialChunk(index=0, parent_hash=PARENTS[0], tokens=(1, 2))
     reply = index.find("m##query", [chunk], CHUNK)
     assert (len(reply.identities), reply.more) == (5 if bound == "MOST_CHARS_TOLD" else 10, True)
+
+
+def test_long_claims_are_not_looked_at_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ByIdentity()
+    items = tuple(ItemIdentity("mm", "i", 0) for _ in range(4))
+    for number in range(20):
+        index.add(key_of(number), claimed(Claim(f"{number:02}", None, items)))
+    monkeypatch.setattr(by_identity, "MOST_ITEMS_LOOKED_AT", 14)
+    chunk = PartialChunk(index=0, parent_hash=PARENTS[0], tokens=(1, 2))
+    reply = index.find("m##query", [chunk], CHUNK)
+    assert (len(reply.identities), reply.more) == (3, True)

@@ -74,7 +74,7 @@ def test_what_is_no_adapter_has_none(adapter: Path, gone: str) -> None:
 
 def test_one_that_is_being_written_has_none(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = lora_signature(adapter)
-    signatures = iter([first, (*first, ("new_embeddings.bin", 1, 1, 1))])
+    signatures = iter([first, (*first, ("new_embeddings.bin", 1, 1, 1, 1, 1))])
     monkeypatch.setattr(lora_files, "lora_signature", lambda path: next(signatures))
     with pytest.raises(OSError, match="being written"):
         lora_digest(adapter)
@@ -85,4 +85,14 @@ def test_a_file_written_over_in_the_same_length_shows(adapter: Path) -> None:
     before, stat = lora_signature(adapter), weights.stat()
     weights.write_bytes(b"WEIGHTS")
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert lora_signature(adapter) != before
+
+
+def test_other_weights_of_equal_size_and_time_under_the_same_name_show(adapter: Path) -> None:
+    """As `cp -p` from a reproducible archive leaves them."""
+    weights = adapter / "adapter_model.safetensors"
+    before, stat = lora_signature(adapter), weights.stat()
+    weights.write_bytes(weights.read_bytes()[::-1])
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == stat.st_mtime_ns
     assert lora_signature(adapter) != before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -326,3 +327,20 @@ def test_several_requests_in_one_step(tracker: ScheduleTracker) -> None:
     by_name = {step.request_id: step for step in meta.requests}
     assert by_name["b"] == RequestStep("b", 0, 2, (41,), 2, (5, 6, 7), first=True)
     assert (by_name["a"].block_ids, by_name["a"].settled) == ((12, 13), 9)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_adapter_whose_files_change_under_way_is_not_captured_any_more(
+    tracker: ScheduleTracker, tmp_path: Path, resumed: bool
+) -> None:
+    """vLLM may load them again in any step: `load_inplace` does, and so does a resume after the adapter had to go."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    started(tracker, lora_request=_adapter("one", str(tmp_path)))
+    (sure,) = tracker.build(output({"a": 1}, old=cached(("a", 6, None)))).requests
+    assert sure.skip is None
+    weights.write_bytes(b"two, of another size")
+    again = cached(("a", 7, [11, 12]), resumed=("a",)) if resumed else cached(("a", 7, None))
+    (step,) = tracker.build(output({"a": 1}, old=again)).requests
+    assert step.skip is Loss.CAPTURE_DISABLED

@@ -127,6 +127,7 @@ def test_what_can_be_captured(fine: Any) -> None:
         (config({"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
         (config({"prefill_context_parallel_size": 4}), "prefill_context_parallel_size"),
         (config({"enable_dbo": True}), "enable_dbo"),
+        (config(weight_transfer_config=object()), "weight_transfer_config"),
         (config({"ubatch_size": 2}), "ubatch_size"),
         (config(cache={"kv_sharing_fast_prefill": True}), "kv_sharing_fast_prefill"),
         (config(scheduler_config=ASYNC, speculative_config=object()), "--no-async-scheduling"),

@@ -19,8 +19,11 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 FILES = (CONFIG, *WEIGHTS, "new_embeddings.safetensors", "new_embeddings.bin")
 
-Signature = tuple[tuple[str, int, int, int], ...]
-"""(file name, bytes, modification time in nanoseconds, inode) of every file that is there."""
+Signature = tuple[tuple[str, int, int, int, int, int], ...]
+"""(file name, bytes, modification and change time in nanoseconds, inode, device) of every file that is there.
+
+The change time, because a copy that keeps times and sizes gives other files the same of all the rest.
+"""
 
 
 def lora_signature(path: str | os.PathLike[str]) -> Signature:
@@ -36,7 +39,8 @@ def lora_signature(path: str | os.PathLike[str]) -> Signature:
             stat = (folder / name).stat()
         except FileNotFoundError:
             continue
-        found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        found.append((name, stat.st_size, *times, stat.st_ino, stat.st_dev))
     names = {name for name, *_ in found}
     if CONFIG not in names or not names.intersection(WEIGHTS):
         raise FileNotFoundError(

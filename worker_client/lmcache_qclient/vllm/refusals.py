@@ -9,7 +9,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Check vLLM's configuration.
 
     Raises:
-        ValueError: context parallelism, microbatches, KV-sharing fast prefill, or async scheduling of drafts.
+        ValueError: context parallelism, microbatches, KV-sharing fast prefill, exchange of weights, or async
+            scheduling of drafts.
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -24,6 +25,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         raise ValueError(
             "query capture does not work with kv_sharing_fast_prefill: shared layers skip prompt rows"
+        )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ValueError(
+            "query capture does not work with weight_transfer_config: no key tells the queries of one set of weights "
+            "from those of the next"
         )
     scheduler = getattr(vllm_config, "scheduler_config", None)
     drafts = getattr(vllm_config, "speculative_config", None) is not None

@@ -67,6 +67,7 @@ class ScheduleTracker:
 
     def build(self, output: Any) -> StepMeta:
         """The step that a `SchedulerOutput` stands for. When it raises, call `lose_step`."""
+        self._doubt_changed_adapters()
         steps = [self._new(data, output) for data in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -150,16 +151,31 @@ class ScheduleTracker:
         identity = request_identity(request, self._adapters)
         if identity is not None:
             return identity, None
+        self._lose_doubtful()
+        return PLAIN, LossReason.CAPTURE_DISABLED
+
+    def _doubt_changed_adapters(self) -> None:
+        """Before a step: vLLM may load an adapter's files again in any (`load_inplace`, or after it had to go)."""
+        distinct = {
+            (lora.lora_name, lora.lora_path): lora
+            for name, lora in self._loras().items()
+            if self._requests[name].announced
+        }
+        sure = [self._adapters.identity(lora) is not None for lora in distinct.values()]
+        if not all(sure):
+            self._lose_doubtful()
+
+    def _lose_doubtful(self) -> None:
         for name, lora in self._loras().items():
             if self._adapters.is_doubtful(lora):
                 self._requests[name].strange = True
-        return PLAIN, LossReason.CAPTURE_DISABLED
 
     def _loras(self) -> dict[str, Any]:
         """`LoRARequest`s of the requests under way, by request id."""
         loras = {
             name: getattr(tracked.request, "lora_request", None)
             for name, tracked in self._requests.items()
+            if tracked.request is not None
         }
         return {name: lora for name, lora in loras.items() if lora is not None}
 
