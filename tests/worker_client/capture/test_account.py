@@ -51,6 +51,16 @@ def test_an_ended_request_is_told_once_when_its_last_store_is_answered() -> None
     assert account.report().requests == RequestCounts(partial=1)
 
 
+def test_an_ended_request_whose_last_store_is_lost_is_told_too() -> None:
+    account = Account()
+    tally = account.request("a")
+    tally.compute(8)
+    tally.end()
+    tally.lose(Loss.POOL_FULL, 8)
+    assert account.report().requests == RequestCounts(none=1)
+    assert [one.lost for one in account.recent] == [{Loss.POOL_FULL: 8}]
+
+
 def test_a_request_that_has_not_ended_or_computed_nothing_is_not_told() -> None:
     account = Account()
     tally = account.request("a")
