@@ -28,7 +28,7 @@ from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import Limits
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import Config, default_lifeline
-from lmcache_qserver.copying import Crew, copy_chunks
+from lmcache_qserver.copying import Crew, RingMemory
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.face import logs, ready_file, systemd
 from lmcache_qserver.face.http import HttpFace
@@ -96,7 +96,6 @@ class Daemon:
             copy_timeout_s=config.copy_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
             clock=clock,
-            copy=partial(copy_chunks, crew=self._crew),
         )
         self._counts = WireCounts()
         self._clients = Clients(self._client_gone, registered_idle_s=config.registration_grace_s)
@@ -116,6 +115,7 @@ class Daemon:
             self._counts,
             pool_fd=self._memory.fd,
             pool_bytes=self._memory.nbytes,
+            take_memory=partial(RingMemory, crew=self._crew),
             allowed_uids=config.allow_uid,
             clock=clock,
         )

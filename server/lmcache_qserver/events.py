@@ -23,7 +23,7 @@ class StoreSubmitted(msgspec.Struct, frozen=True, kw_only=True):
         session: the request id that the engine gave.
         instance_id: who stores.
         model_name: as in the object keys, with the feature's suffix.
-        device: where the ring lies: "cpu".
+        device: where the ring lies: "cpu", "cuda:0".
     """
 
     session: str

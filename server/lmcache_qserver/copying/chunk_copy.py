@@ -7,15 +7,15 @@ complete before it and still the same chunk's behind it (stamps.py has the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_qserver.copying.crew import ALONE, Crew, cut
-from lmcache_qserver.copying.shm import RingMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,23 @@ class StampFault:
     found: int
 
 
-CopyFunction = Callable[[RingMemory, Sequence[ChunkCopy]], StampFault | None]
-"""What a lane runs for a store; see `copy_chunks`."""
+class MappedRing(Protocol):
+    """A ring that lies in this process's memory.
+
+    Attributes:
+        rows: uint8 `[num_blocks, block_bytes]`.
+        stamps: int64 `[num_blocks, block_size]`.
+    """
+
+    @property
+    def rows(self) -> npt.NDArray[np.uint8]: ...
+
+    @property
+    def stamps(self) -> npt.NDArray[np.int64]: ...
 
 
 def copy_chunks(
-    ring: RingMemory, chunks: Sequence[ChunkCopy], crew: Crew = ALONE
+    ring: MappedRing, chunks: Sequence[ChunkCopy], crew: Crew = ALONE
 ) -> StampFault | None:
     """Copy chunks in order; stop at the first whose stamps are wrong. The GIL is free while bytes move.
 

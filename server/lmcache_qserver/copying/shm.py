@@ -20,29 +20,36 @@ import fcntl
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qserver.copying.chunk_copy import ChunkCopy, StampFault, copy_chunks
+from lmcache_qserver.copying.crew import ALONE, Crew
 from lmcache_qserver.copying.ring_geometry import RingGeometry
 
 logger = logging.getLogger(__name__)
 
 
 class RingMemory:
-    """A worker's ring, mapped for reading.
+    """A worker's ring, mapped for reading; a RingSource.
 
     Args:
         fd: what came over the lifeline; this object closes it.
         nbytes: its size as announced by the worker.
+        crew: helps with large chunks.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    device = "cpu"
+
+    def __init__(self, fd: int, nbytes: int, crew: Crew = ALONE) -> None:
         self.nbytes = nbytes
         self.claimed = False
         """An instance has taken this memory, and closes it."""
         self._fd = fd
+        self._crew = crew
         self._map: mmap.mmap | None = None
         self._rows: npt.NDArray[np.uint8] | None = None
         self._stamps: npt.NDArray[np.int64] | None = None
@@ -96,6 +103,10 @@ class RingMemory:
         )
         self._stamps = stamps.reshape(geometry.num_blocks, geometry.block_size)
         self._close_descriptor()
+
+    def copy(self, chunks: Sequence[ChunkCopy], event: bytes) -> StampFault | None:
+        """See `copy_chunks`; in host memory there is no event to wait for."""
+        return copy_chunks(self, chunks, self._crew)
 
     def close(self) -> None:
         """Drop descriptor and mapping, when no copy runs any more. Unmapping is work for the lane. Idempotent."""

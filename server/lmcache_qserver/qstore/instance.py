@@ -17,7 +17,7 @@ from enum import Enum
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import layout_id
 from lmcache_qprotocol.messages import RingDescription, StoreResult
-from lmcache_qserver.copying import Lane, RingMemory
+from lmcache_qserver.copying import Lane, RingSource
 
 InstanceId = int | str
 
@@ -40,7 +40,7 @@ class Instance:
     """As registered, without the feature's suffix."""
     world_size: int
     description: RingDescription
-    ring: RingMemory
+    ring: RingSource
     lane: Lane
     last_seen: float
     state: InstanceState = InstanceState.REGISTERING

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import RingDescription
-from lmcache_qserver.copying import Lane, LaneError, RingGeometry, RingMemory
+from lmcache_qserver.copying import Lane, LaneError, RingGeometry, RingSource
 from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
 from lmcache_qserver.qstore.registration_check import check_registration
 from lmcache_qserver.qstore.registry import Registry
@@ -55,7 +55,7 @@ class Lifecycle:
         model_name: str,
         world_size: int,
         description: RingDescription | None,
-        ring: RingMemory | None,
+        ring: RingSource | None,
         now: float,
     ) -> None:
         """Make an instance LIVE, or refresh it when the same client says the same again.
@@ -131,7 +131,7 @@ class Lifecycle:
         model_name: str,
         world_size: int,
         description: RingDescription | None,
-        ring: RingMemory | None,
+        ring: RingSource | None,
         now: float,
     ) -> tuple[Instance, Instance | None]:
         """The new instance, REGISTERING, and who had its id before.

@@ -33,7 +33,7 @@ from lmcache_qprotocol.messages import (
     StoreResult,
     WorkerReport,
 )
-from lmcache_qserver.copying import CopyFunction, RingMemory, copy_chunks
+from lmcache_qserver.copying import RingSource
 from lmcache_qserver.events import EventBus, StoreEnd, StoreStart, StoreSubmitted
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.qstore import reading
@@ -61,7 +61,6 @@ class QStoreModule:
         lease_timeout_s: seconds after which a lease ends by itself.
         max_lease_share: part of the pool that one client may lease, in (0, 1].
         clock: seconds, monotonic; measures how long stores take.
-        copy: what lanes run for a store; another one in tests only.
 
     Raises:
         ValueError: a feature is unknown, or a number is out of range.
@@ -80,7 +79,6 @@ class QStoreModule:
         lease_timeout_s: float = 60.0,
         max_lease_share: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
-        copy: CopyFunction = copy_chunks,
     ) -> None:
         _check_settings(chunk_size, features, copy_timeout_s, lease_timeout_s, max_lease_share)
         self.features = features
@@ -95,7 +93,6 @@ class QStoreModule:
         self._lifecycle = Lifecycle(self.registry, chunk_size, features, copy_timeout_s)
         self._copy_timeout_s = copy_timeout_s
         self._clock = clock
-        self._copy = copy
         self._coverage = Coverage()
         self._totals = StoreTotals()
         self._stores: set[asyncio.Task[StoreResult]] = set()
@@ -110,7 +107,7 @@ class QStoreModule:
         model_name: str,
         world_size: int,
         description: RingDescription | None,
-        ring: RingMemory | None,
+        ring: RingSource | None,
         now: float,
     ) -> None:
         """Register a ring under an id; returns when it may be stored from.
@@ -245,7 +242,7 @@ class QStoreModule:
     ) -> asyncio.Task[StoreResult]:
         self._totals.submitted_stores += 1
         began = self._clock()
-        run = StoreRun(self.index, instance, store, self._copy, self._copy_timeout_s, now)
+        run = StoreRun(self.index, instance, store, self._copy_timeout_s, now)
         run.begin()
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._run_store(instance, store, run))
@@ -267,6 +264,7 @@ class QStoreModule:
                     session=store.key.request_id,
                     instance_id=instance.instance_id,
                     model_name=store.key.model_name,
+                    device=instance.ring.device,
                 )
             )
         outcome = await run.run()
@@ -283,6 +281,7 @@ class QStoreModule:
                 session=store.key.request_id,
                 instance_id=instance.instance_id,
                 model_name=store.key.model_name,
+                device=instance.ring.device,
                 stored=outcome.stored,
                 duplicate=outcome.duplicate,
                 refused=outcome.refused,

@@ -30,6 +30,7 @@ class CheckedStore:
         rows: rows [a, b) that every one of its chunks has.
         content: tokens and items of the one chunk, when they were sent.
         claimed: its identity in words, when it was sent.
+        event: handle of the device event that the copy waits for; empty, for a ring in host memory.
     """
 
     key: RangeKey
@@ -41,6 +42,7 @@ class CheckedStore:
     nonces: tuple[int, ...]
     content: Content | None = None
     claimed: Claimed | None = None
+    event: bytes = b""
 
     @property
     def object_bytes(self) -> int:

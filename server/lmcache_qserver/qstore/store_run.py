@@ -27,7 +27,7 @@ from typing import NamedTuple
 from lmcache_qprotocol.keys import ObjectKey
 from lmcache_qprotocol.messages import StoreOutcome
 from lmcache_qprotocol.reasons import LossReason, MissReason
-from lmcache_qserver.copying import ChunkCopy, CopyFunction, Job, LaneError, StampFault
+from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
@@ -48,7 +48,6 @@ class StoreRun:
 
     Args:
         instance: whose ring it is.
-        copy: what the lane runs; `copy_chunks` but in tests.
         copy_timeout_s: seconds for one round's copy, counted from its turn in the lane.
         now: seconds, monotonic; when the objects are created.
     """
@@ -58,14 +57,12 @@ class StoreRun:
         index: Index,
         instance: Instance,
         store: CheckedStore,
-        copy: CopyFunction,
         copy_timeout_s: float,
         now: float,
     ) -> None:
         self._index = index
         self._instance = instance
         self._store = store
-        self._copy = copy
         self._copy_timeout_s = copy_timeout_s
         self._now = now
         self._chunks: dict[ObjectKey, PlannedChunk] = {}
@@ -207,7 +204,7 @@ class StoreRun:
                 )
             )
         return self._instance.lane.submit(
-            self._copy, self._instance.ring, copies, timeout_s=self._copy_timeout_s
+            self._instance.ring.copy, copies, self._store.event, timeout_s=self._copy_timeout_s
         )
 
     def _commit(self, writes: list[Write]) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from lmcache_qprotocol.messages import Hello
 
 if TYPE_CHECKING:
-    from lmcache_qserver.copying import RingMemory
+    from lmcache_qserver.copying import RingSource
 
 MAX_CLIENTS = 4096
 IDLE_S = 600.0
@@ -32,7 +32,7 @@ IDLE_S = 600.0
 class Lifeline(Protocol):
     """A session's lifeline, as far as the main loop needs it."""
 
-    def take_ring(self, ring_token: bytes) -> RingMemory | None:
+    def take_ring(self, ring_token: bytes) -> RingSource | None:
         """The ring that was offered under this token; it is the caller's from now on."""
 
     def close(self) -> None:

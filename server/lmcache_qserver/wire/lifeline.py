@@ -33,7 +33,7 @@ from lmcache_qprotocol.lifeline import (
     decode_packet,
     encode_packet,
 )
-from lmcache_qserver.copying import RingMemory
+from lmcache_qserver.copying import RingMemory, RingSource
 from lmcache_qserver.wire import descriptors, socket_path
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.complaints import Complaints
@@ -68,7 +68,7 @@ class Connection:
         self._loop = server.loop
         self._socket = connection
         self._pidfd = pidfd
-        self._rings: dict[bytes, RingMemory] = {}
+        self._rings: dict[bytes, RingSource] = {}
         self.session: Session | None = None
         self.closed = False
         self._loop.add_reader(connection.fileno(), self._read)
@@ -76,7 +76,7 @@ class Connection:
             self._loop.add_reader(pidfd, self._lost, "its process has ended")
         self._deadline = self._loop.call_later(ATTACH_S, self._check_attached)
 
-    def take_ring(self, ring_token: bytes) -> RingMemory | None:
+    def take_ring(self, ring_token: bytes) -> RingSource | None:
         """The ring that was offered under this token; it is the caller's from now on."""
         return self._rings.pop(ring_token, None)
 
@@ -181,7 +181,7 @@ class Connection:
             raise RequestError(
                 ErrorCode.BAD_PAYLOAD, "offer_ring needs the ring's descriptor beside it"
             )
-        ring = RingMemory(fd, packet.nbytes)
+        ring = self._server.take_memory(fd, packet.nbytes)
         try:
             if self.session is None:
                 raise RequestError(ErrorCode.HELLO_REQUIRED, "attach first")
@@ -214,6 +214,7 @@ class LifelineServer:
 
     Args:
         pool_fd: the sealed memory of the pool; it stays the caller's.
+        take_memory: makes a ring of a descriptor, which is the ring's from then on, and of the announced bytes.
         allowed_uids: users besides the daemon's own and root.
         clock: monotonic seconds.
     """
@@ -228,6 +229,7 @@ class LifelineServer:
         pool_bytes: int,
         allowed_uids: tuple[int, ...],
         clock: Callable[[], float],
+        take_memory: Callable[[int, int], RingSource] = RingMemory,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.loop = loop
@@ -235,6 +237,7 @@ class LifelineServer:
         self.counts = counts
         self.pool_fd = pool_fd
         self.pool_bytes = pool_bytes
+        self.take_memory = take_memory
         self._allowed_uids = allowed_uids
         self._clock = clock
         self._max_connections = max_connections

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_stamps_are_looked_at_behind_the_copy_of_the_rows(ring: SimpleNamespace)
 
     ring.stamp(2, [first_stamp(3, 30 + row) for row in range(3)])
     racing = GivenAway()
-    assert copy_chunks(cast("RingMemory", racing), [chunk((2,), 3, 30)]) is not None
+    assert copy_chunks(racing, [chunk((2,), 3, 30)]) is not None
     del GivenAway.stamps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_qprotocol.messages import RetrieveReply, StoreOutcome
-from lmcache_qserver.copying import ChunkCopy, RingMemory, StampFault, copy_chunks
+from lmcache_qserver.copying import ChunkCopy, RingMemory, StampFault
 from lmcache_qserver.events import Event, EventBus
 from lmcache_qserver.pool import Pool, PoolMemory
 from lmcache_qserver.qstore import QStoreModule
@@ -43,7 +44,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """A copy function that waits at chosen calls, to hold a copy in its lane's thread."""
+    """Around every copy: waits at chosen calls, to hold a copy in its lane's thread."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -54,13 +55,25 @@ class Gate:
         self.before: Callable[[], None] = lambda: None
         """Runs in the lane's thread before a copy."""
 
-    def copy(self, ring: RingMemory, chunks: Sequence[ChunkCopy]) -> StampFault | None:
+    def enter(self) -> None:
+        """A copy begins, in the lane's thread."""
         number, self.calls = self.calls, self.calls + 1
         if self.hold_calls is None or number in self.hold_calls:
             self.entered.set()
             assert self.open.wait(DEADLINE_S)
         self.before()
-        return copy_chunks(ring, chunks)
+
+
+class GatedRing(RingMemory):
+    """A ring whose copies pass a gate."""
+
+    def __init__(self, fd: int, nbytes: int, gate: Gate) -> None:
+        super().__init__(fd, nbytes)
+        self._gate = gate
+
+    def copy(self, chunks: Sequence[ChunkCopy], event: bytes) -> StampFault | None:
+        self._gate.enter()
+        return super().copy(chunks, event)
 
 
 class World:
@@ -74,7 +87,7 @@ class World:
         self.bus.subscribe(self.events.append)
         self.gate = Gate()
         self.now = 1000.0
-        settings = {"copy_timeout_s": DEADLINE_S, "copy": self.gate.copy, **settings}
+        settings = {"copy_timeout_s": DEADLINE_S, **settings}
         self.module = QStoreModule(pool=self.pool, bus=self.bus, chunk_size=CHUNK_SIZE, **settings)
         self.workers: list[FakeWorker] = []
 
@@ -90,8 +103,9 @@ class World:
     async def register(
         self, worker: FakeWorker, instance_id: int | str = 1, client: Hashable = "c1"
     ) -> None:
+        ring = GatedRing(os.dup(worker.fd), worker.nbytes, self.gate)
         await self.module.register_q_cache(
-            client, instance_id, MODEL, 1, worker.description, worker.offer(), self.now
+            client, instance_id, MODEL, 1, worker.description, ring, self.now
         )
 
     async def store(
