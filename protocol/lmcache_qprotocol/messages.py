@@ -42,6 +42,7 @@ Nonce = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Hashes = Annotated[tuple[Hash, ...], Meta(max_length=MAX_CHUNKS)]
 TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
 Items = Annotated[tuple[ItemIdentity, ...], Meta(max_length=MAX_ITEMS)]
+Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Token16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 OpaqueMap = dict[str, msgspec.Raw]
 """A legacy map that nobody reads: its values stay bytes, else a frame could become millions of
@@ -374,6 +375,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
             first block begins at row `a // block_size * block_size`; the rows outside [a, b) are 0.
         generation: of the pool slot; it never comes back with other bytes.
         valid: the rows [a, c) of them that belong to the asked tokens. None: all.
+        checksum: XXH3-64 of the `nbytes` bytes, most significant byte first. None: not made yet.
     """
 
     index: Count
@@ -384,6 +386,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Count, Count]
     generation: Count
     valid: tuple[Count, Count] | None = None
+    checksum: Checksum | None = None
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -406,6 +409,22 @@ class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
     tokens: Count = 0
     lease_ms: Count = 0
+
+
+class VerifyReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What hashing everything that was stored has found.
+
+    Attributes:
+        verified: objects whose bytes agreed with their checksum.
+        made: objects that had none before.
+        corrupt: objects whose bytes did not agree; they are not stored any more.
+        nbytes: bytes hashed.
+    """
+
+    verified: Count
+    made: Count
+    corrupt: Count
+    nbytes: Count
 
 
 class IdentityQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ from lmcache_qprotocol.messages import (
     RingDescription,
     StoreProof,
     StoreResult,
+    VerifyReply,
     WorkerReport,
 )
 
@@ -172,6 +173,13 @@ IDENTITIES_Q = Operation(
     IdentitiesReply,
     "Tells under which salts, LoRA adapters and items the same token ids are stored.",
 )
+VERIFY_Q = Operation(
+    "verify_q",
+    None,
+    (),
+    VerifyReply,
+    "Hashes everything that is stored, and drops what differs from its checksum.",
+)
 
 OPERATIONS: tuple[Operation, ...] = (
     HELLO,
@@ -186,6 +194,7 @@ OPERATIONS: tuple[Operation, ...] = (
     RETRIEVE_Q,
     RELEASE_Q,
     IDENTITIES_Q,
+    VERIFY_Q,
 )
 
 BY_NAME: dict[str, Operation] = {operation.name: operation for operation in OPERATIONS}

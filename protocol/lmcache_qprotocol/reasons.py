@@ -43,5 +43,7 @@ class MissReason(str, Enum):
     POOL_FULL = "pool_full"
     COPY_FAILED = "copy_failed"
     STAMP_MISMATCH = "stamp_mismatch"
+    CORRUPT = "corrupt"
+    """Its bytes had changed when they were verified."""
     TOO_SHORT = "too_short"
     """The asked tokens end before the chunk does, and no piece holds these rows."""

@@ -58,6 +58,7 @@ _ALLOWED_STATES: dict[str, tuple[SlotState, ...]] = {
     "commit": (SlotState.RESERVED,),
     "abort": (SlotState.RESERVED,),
     "lease": (SlotState.COMMITTED, SlotState.LEASED),
+    "peek": (SlotState.COMMITTED, SlotState.LEASED),
     "release": (SlotState.LEASED,),
     "touch": (SlotState.COMMITTED, SlotState.LEASED),
     "discard": (SlotState.COMMITTED, SlotState.LEASED),
@@ -244,6 +245,20 @@ class Pool:
         self._require("view", slot)
         view = self.memory.array[slot.offset : slot.offset + slot.nbytes]
         view.flags.writeable = slot.state is SlotState.RESERVED
+        return view
+
+    def peek(self, slot: Slot) -> npt.NDArray[np.uint8]:
+        """The slot's bytes, uint8 `[slot.nbytes]`, read-only, of a slot that may be evicted under the view.
+
+        What is seen counts only if the slot is COMMITTED or LEASED afterwards, too: these states are never
+        entered twice.
+
+        Raises:
+            PoolStateError: the slot is neither.
+        """
+        self._require("peek", slot)
+        view = self.memory.array[slot.offset : slot.offset + slot.nbytes]
+        view.flags.writeable = False
         return view
 
     def usage(self) -> PoolUsage:

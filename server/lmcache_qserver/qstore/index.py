@@ -1,6 +1,6 @@
 """From keys to objects, and who is about to write which: the one place where an object comes into being.
 
-    (absent) ──reserve_write──▶ being written ──commit──▶ stored ──evicted by the pool──▶ (absent)
+    (absent) ──reserve_write──▶ being written ──commit──▶ stored ──evicted, discarded──▶ (absent)
                                      └──────fail──────▶ (absent)
 
     Invariants (`validate` asserts them)
@@ -89,6 +89,10 @@ class Index:
     def identities(self, query: IdentityQuery, chunk_size: int) -> IdentitiesReply:
         """Under which identities the asked tokens are stored, as the writers told."""
         return self._by_identity.find(query.model_name, query.chunks, chunk_size)
+
+    def objects(self) -> list[StoredObject]:
+        """All that is stored now."""
+        return list(self._stored.values())
 
     def miss_reason(self, key: ObjectKey) -> MissReason:
         """Why a key is not stored."""
@@ -179,6 +183,12 @@ class Index:
                 over.add_done_callback(partial(self._end_quarantine, write.slot))
             _tell(write.outcome, False)
 
+    def discard(self, stored: StoredObject, reason: MissReason) -> None:
+        """Drop an object that is stored; leases keep its bytes until they end."""
+        assert self._stored.get(stored.key) is stored, "only what is stored can be dropped"
+        self.pool.discard(stored.slot)
+        self._forget(stored.key, reason)
+
     def models(self) -> list[dict[str, Any]]:
         """What is stored, described by what is stored."""
         return self._inventory.summary()
@@ -208,14 +218,17 @@ class Index:
     def _end_quarantine(self, slot: Slot, _over: asyncio.Future[None]) -> None:
         self.pool.abort(slot)
 
+    def _forget(self, key: ObjectKey, reason: MissReason) -> None:
+        self._inventory.remove(self._stored.pop(key))
+        self._by_tokens.remove(key)
+        self._by_identity.remove(key)
+        self._misses.note(key, reason)
+
     def _reserve(self, key: ObjectKey, nbytes: int) -> Write | None:
         reservation = self.pool.reserve(nbytes, key)
         for evicted in reservation.evicted:
             assert isinstance(evicted, ObjectKey)
-            self._inventory.remove(self._stored.pop(evicted))
-            self._by_tokens.remove(evicted)
-            self._by_identity.remove(evicted)
-            self._misses.note(evicted, MissReason.EVICTED)
+            self._forget(evicted, MissReason.EVICTED)
         if reservation.slot is None:
             return None
         write = Write(key, reservation.slot, asyncio.get_running_loop().create_future())

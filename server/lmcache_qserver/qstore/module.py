@@ -31,12 +31,14 @@ from lmcache_qprotocol.messages import (
     RingDescription,
     StoreProof,
     StoreResult,
+    VerifyReply,
     WorkerReport,
 )
 from lmcache_qserver.copying import RingSource
 from lmcache_qserver.events import EventBus, StoreEnd, StoreStart, StoreSubmitted
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.qstore import reading
+from lmcache_qserver.qstore.checksums import Checksums
 from lmcache_qserver.qstore.coverage import Coverage
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
@@ -97,6 +99,7 @@ class QStoreModule:
         self._totals = StoreTotals()
         self._stores: set[asyncio.Task[StoreResult]] = set()
         self._draining = False
+        self._checksums = Checksums(self.index, is_busy=lambda: bool(self._stores))
 
     # --- instances ----------------------------------------------------------------------------------------------
 
@@ -242,7 +245,7 @@ class QStoreModule:
     ) -> asyncio.Task[StoreResult]:
         self._totals.submitted_stores += 1
         began = self._clock()
-        run = StoreRun(self.index, instance, store, self._copy_timeout_s, now)
+        run = StoreRun(self.index, instance, store, self._copy_timeout_s, now, self._checksums.note)
         run.begin()
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._run_store(instance, store, run))
@@ -312,6 +315,10 @@ class QStoreModule:
         """
         self.leases.release(client, lease_ids)
 
+    async def verify_q(self) -> VerifyReply:
+        """Hash everything that is stored, and drop what differs from its checksum."""
+        return await asyncio.shield(self._checksums.verify())
+
     def expire_leases(self, now: float) -> int:
         """End the leases whose time is over; how many there were. Call it every few seconds."""
         return self.leases.expire(now)
@@ -328,6 +335,7 @@ class QStoreModule:
             "models": self.index.models(),
             "totals": self._totals.summary(),
             "coverage": self._coverage.summary(),
+            "checksums": self._checksums.summary(),
             "leases": self.leases.summary(),
             "pool": dataclasses.asdict(self._pool.usage()),
             "lanes": {
@@ -351,6 +359,7 @@ class QStoreModule:
     async def close(self) -> None:
         """Release all instances. Call it last, after `drain`."""
         self._draining = True
+        await self._checksums.close(self._copy_timeout_s)
         await self._lifecycle.close()
 
     def _hear(self, instance: Instance, report: WorkerReport | None, now: float) -> None:

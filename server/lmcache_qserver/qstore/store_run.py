@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from lmcache_qprotocol.keys import ObjectKey
@@ -31,6 +31,7 @@ from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
+from lmcache_qserver.qstore.stored_object import StoredObject
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class StoreRun:
         instance: whose ring it is.
         copy_timeout_s: seconds for one round's copy, counted from its turn in the lane.
         now: seconds, monotonic; when the objects are created.
+        committed: told of every object.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class StoreRun:
         store: CheckedStore,
         copy_timeout_s: float,
         now: float,
+        committed: Callable[[StoredObject], None],
     ) -> None:
         self._index = index
         self._instance = instance
         self._store = store
         self._copy_timeout_s = copy_timeout_s
         self._now = now
+        self._committed = committed
         self._chunks: dict[ObjectKey, PlannedChunk] = {}
         self._times: Counter[ObjectKey] = Counter()
         self._failure: LossReason | None = None
@@ -211,9 +215,10 @@ class StoreRun:
         store = self._store
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
         for write in reversed(writes):
-            self._index.commit(
+            stored = self._index.commit(
                 write, store.description, store.rows, self._now, store.content, store.claimed
             )
+            self._committed(stored)
             self._stored += 1
             self._duplicate += self._times[write.key] - 1
 

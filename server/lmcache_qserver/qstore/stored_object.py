@@ -28,14 +28,15 @@ class Description:
         return -(-rows[1] // self.block_size) - rows[0] // self.block_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StoredObject:
-    """One committed chunk or piece. Immutable, as its bytes are.
+    """One committed chunk or piece, compared by identity. Immutable, as its bytes are, but for the checksum.
 
     Attributes:
         rows: rows [a, b) of the chunk that it holds; a whole chunk has all of them. Its bytes are those blocks of the
             chunk in which the rows lie; what else lies there is 0.
         created: seconds, monotonic, of this server.
+        checksum: of its bytes (copying/checksum.py); None until it is made.
     """
 
     key: ObjectKey
@@ -43,6 +44,7 @@ class StoredObject:
     description: Description
     rows: tuple[int, int]
     created: float
+    checksum: bytes | None = None
 
     def located(self, index: int, valid: tuple[int, int] | None = None) -> StoredChunk:
         """Where a reader finds it.
@@ -62,4 +64,5 @@ class StoredObject:
             rows=self.rows,
             generation=self.slot.generation,
             valid=valid,
+            checksum=self.checksum,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
-from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply, StoreResult
+from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply, StoreResult, VerifyReply
 from lmcache_qserver.qstore import QStoreModule
 from lmcache_qserver.wire.clients import Client, Clients, Session
 from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
@@ -57,6 +57,7 @@ class Handlers:
             "lookup_q": Handler(Order.NOW, self._lookup),
             "retrieve_q": Handler(Order.NOW, self._retrieve, while_stopping=False),
             "release_q": Handler(Order.NOW, self._release),
+            "verify_q": Handler(Order.BESIDE, self._verify, while_stopping=False),
             "identities_q": Handler(Order.NOW, self._identities),
         }
 
@@ -125,6 +126,10 @@ class Handlers:
         # It tells salts, which may be secrets; who has the lifeline may read everything that they guard anyway.
         _require_lifeline(client.session, "who asks for identities needs")
         return self._module.identities_q(query)
+
+    def _verify(self, client: Client, payloads: Payloads) -> asyncio.Future[VerifyReply]:
+        _require_hello(client.session)
+        return self._module.verify_q()
 
     def _release(self, client: Client, payloads: Payloads) -> None:
         (lease_ids,) = payloads

@@ -1,0 +1,173 @@
+"""Checksums of stored objects: made behind the store, looked at by `verify`.
+
+    commit ──note──▶ waiting ──no store under way──▶ hashed in a thread of its own ──▶ kept, told to readers
+                        └─ evicted before its turn ──▶ (forgotten)
+
+A store's answer does not wait for a checksum (`deferred`), or brings it along (`inline`: the lane makes it behind the
+copy). Deferred ones use the moments in which nothing is stored; when there are none, one object after another is done
+nevertheless, at a slow pace.
+
+Nothing is leased for hashing: an object's bytes never change while it is stored, so a checksum counts if the very same
+object is stored before and after. What is read of a slot that was freed meanwhile is thrown away.
+
+Everything but the hashing itself is on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_qprotocol.messages import VerifyReply
+from lmcache_qprotocol.reasons import MissReason
+from lmcache_qserver.copying import Lane
+from lmcache_qserver.copying.checksum import checksum
+from lmcache_qserver.qstore.index import Index
+from lmcache_qserver.qstore.stored_object import StoredObject
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+"""How long a store, once seen, keeps checksums back."""
+MAX_PAUSES = 20
+"""So often in a row; then one object is done in spite of stores."""
+
+
+@dataclass(slots=True)
+class ChecksumCounts:
+    """Objects, since the start."""
+
+    made: int = 0
+    """Checksums made for the first time."""
+    verified: int = 0
+    """Comparisons that agreed."""
+    corrupt: int = 0
+    """Comparisons that did not; these objects are gone."""
+
+
+class Checksums:
+    """Of the objects of one index.
+
+    Args:
+        is_busy: whether stores are under way.
+    """
+
+    def __init__(self, index: Index, is_busy: Callable[[], bool]) -> None:
+        self.counts = ChecksumCounts()
+        self._index = index
+        self._is_busy = is_busy
+        self._waiting: deque[StoredObject] = deque()
+        self._lane: Lane | None = None
+        self._worker: asyncio.Task[None] | None = None
+        self._verifying: asyncio.Task[VerifyReply] | None = None
+
+    def note(self, stored: StoredObject) -> None:
+        """An object has been committed without a checksum."""
+        self._waiting.append(stored)
+        self._start_lane()
+        if self._worker is None:
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    def verify(self) -> asyncio.Task[VerifyReply]:
+        """Hash everything that is stored now, and compare; what differs is dropped as `corrupt`.
+
+        Who asks while it runs gets the outcome of the run under way.
+        """
+        self._start_lane()
+        if self._verifying is None or self._verifying.done():
+            self._verifying = asyncio.get_running_loop().create_task(self._verify())
+        return self._verifying
+
+    def summary(self) -> dict[str, Any]:
+        """For `/status`."""
+        counts = self.counts
+        return {
+            "made": counts.made,
+            "verified": counts.verified,
+            "corrupt": counts.corrupt,
+            "waiting": len(self._waiting),
+        }
+
+    async def close(self, timeout_s: float) -> None:
+        """End the thread; nothing is hashed any more."""
+        for task in (self._worker, self._verifying):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._lane is not None:
+            await self._lane.close(lambda: None, timeout_s)
+
+    async def _work(self) -> None:
+        """Until nothing waits."""
+        try:
+            while self._waiting:
+                await self._wait_for_a_pause()
+                stored = self._waiting.popleft()
+                if stored.checksum is None and self._is_stored(stored):
+                    await self._make(stored)
+        finally:
+            self._worker = None
+
+    async def _wait_for_a_pause(self) -> None:
+        for _ in range(MAX_PAUSES):
+            if not self._is_busy():
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def _verify(self) -> VerifyReply:
+        verified = made = corrupt = nbytes = 0
+        for stored in self._index.objects():
+            if not self._is_stored(stored):
+                continue
+            before = stored.checksum
+            found = await self._hash(stored)
+            if not self._is_stored(stored):
+                continue
+            nbytes += stored.slot.nbytes
+            if before is None:
+                made += self._keep(stored, found)
+            elif before == found:
+                verified += 1
+            else:
+                corrupt += 1
+                self._drop(stored)
+        self.counts.verified += verified
+        return VerifyReply(verified=verified, made=made, corrupt=corrupt, nbytes=nbytes)
+
+    async def _make(self, stored: StoredObject) -> None:
+        found = await self._hash(stored)
+        if self._is_stored(stored):
+            self._keep(stored, found)
+
+    async def _hash(self, stored: StoredObject) -> bytes:
+        return await self._start_lane().run(
+            checksum, self._index.pool.peek(stored.slot), timeout_s=None
+        )
+
+    def _start_lane(self) -> Lane:
+        if self._lane is None:
+            self._lane = Lane("checksums")
+        return self._lane
+
+    def _keep(self, stored: StoredObject, found: bytes) -> bool:
+        """Whether it is the object's first."""
+        if stored.checksum is not None:
+            return False
+        stored.checksum = found
+        self.counts.made += 1
+        return True
+
+    def _drop(self, stored: StoredObject) -> None:
+        self.counts.corrupt += 1
+        logger.error(
+            "bytes of a stored object of %s have changed in memory: it is dropped; check this machine's memory",
+            stored.key.family.model_name,
+        )
+        self._index.discard(stored, MissReason.CORRUPT)
+
+    def _is_stored(self, stored: StoredObject) -> bool:
+        return self._index.get(stored.key) is stored
