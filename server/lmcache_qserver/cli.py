@@ -1,4 +1,4 @@
-"""The command line: `lmcache-qserver start` and `lmcache-qserver status`."""
+"""The command line: `lmcache-qserver start`, `status` and `verify`."""
 
 from __future__ import annotations
 
@@ -101,3 +101,36 @@ def status(http_url: str, as_json: bool) -> None:
     except StatusUnavailable as error:
         raise click.ClickException(str(error)) from None
     click.echo(text.rstrip() if as_json else table(report))
+
+
+@cli.command()
+@click.option(
+    "--url",
+    default=Config.url,
+    envvar=ENV_PREFIX + "URL",
+    show_default=True,
+    show_envvar=True,
+    help="Where the daemon serves workers and SDKs.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(0.1, 1e6),
+    help="Seconds to wait; a daemon hashes some gigabytes in one.",
+)
+def verify(url: str, timeout_s: float) -> None:
+    """Hash all that a running daemon stores, and drop what has changed in memory.
+
+    Exits with 1 if anything had.
+    """
+    from lmcache_qserver.face.verify import VerifyFailed, in_words
+    from lmcache_qserver.face.verify import verify as ask
+
+    try:
+        reply = ask(url, timeout_s)
+    except VerifyFailed as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(in_words(reply))
+    sys.exit(1 if reply.corrupt else 0)

@@ -19,6 +19,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 EVICTION = ("lru", "none")
+CHECKSUM = ("deferred", "inline")
 LOG_FORMATS = ("text", "json")
 
 _T = TypeVar("_T")
@@ -133,6 +134,12 @@ class Config:
         "threads",
         "Threads that may share one large copy (4 MiB or more); never more than there are processors.",
     )
+    checksum: str = option(
+        "deferred",
+        str,
+        ", ".join(CHECKSUM),
+        "When an object's checksum is made: in a pause behind its store, or before the store is answered.",
+    )
     lease_timeout_s: float = option(
         60.0, float, "seconds", "A reader's lease ends by itself after this time."
     )
@@ -177,6 +184,7 @@ class Config:
         if self.allow_uid and min(self.allow_uid) < 0:
             raise ConfigError("allow_uid: user ids are not negative")
         _check_choice("eviction", self.eviction, EVICTION)
+        _check_choice("checksum", self.checksum, CHECKSUM)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         self._check_url()
 

@@ -95,6 +95,7 @@ class Daemon:
             registration_grace_s=config.registration_grace_s,
             copy_timeout_s=config.copy_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
+            inline_checksums=config.checksum == "inline",
             clock=clock,
         )
         self._counts = WireCounts()

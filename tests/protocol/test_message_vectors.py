@@ -145,6 +145,7 @@ STORED_CHUNK = m.StoredChunk(
     rows=(3, 256),
     generation=9,
     valid=(3, 17),
+    checksum=bytes.fromhex("0123456789abcdef"),
 )
 HINTS = {
     "kv_layout": msgspec.Raw(b"\xa3NHD"),
@@ -195,6 +196,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "lookup_q": (QUERY,),
     "retrieve_q": (QUERY,),
     "release_q": ((1, 12, 1 << 40),),
+    "verify_q": (),
     "identities_q": (
         m.IdentityQuery(
             model_name=MODEL,
@@ -252,6 +254,7 @@ REPLIES: dict[str, Any] = {
         lease_ms=60000,
     ),
     "release_q reply": None,
+    "verify_q reply": m.VerifyReply(verified=300, made=1, corrupt=0, nbytes=1 << 40),
     "identities_q reply": m.IdentitiesReply(
         identities=(
             m.KnownIdentity(

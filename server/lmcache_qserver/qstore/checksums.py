@@ -66,7 +66,10 @@ class Checksums:
         self._verifying: asyncio.Task[VerifyReply] | None = None
 
     def note(self, stored: StoredObject) -> None:
-        """An object has been committed without a checksum."""
+        """An object has been committed, with its checksum or without."""
+        if stored.checksum is not None:
+            self.counts.made += 1
+            return
         self._waiting.append(stored)
         self._start_lane()
         if self._worker is None:

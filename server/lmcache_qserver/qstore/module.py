@@ -62,6 +62,7 @@ class QStoreModule:
         copy_timeout_s: seconds for one copy, and for a release to wait for the lane.
         lease_timeout_s: seconds after which a lease ends by itself.
         max_lease_share: part of the pool that one client may lease, in (0, 1].
+        inline_checksums: whether a store's answer waits for the checksums of its objects (checksums.py).
         clock: seconds, monotonic; measures how long stores take.
 
     Raises:
@@ -80,6 +81,7 @@ class QStoreModule:
         copy_timeout_s: float = 30.0,
         lease_timeout_s: float = 60.0,
         max_lease_share: float = 0.25,
+        inline_checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_settings(chunk_size, features, copy_timeout_s, lease_timeout_s, max_lease_share)
@@ -99,6 +101,7 @@ class QStoreModule:
         self._totals = StoreTotals()
         self._stores: set[asyncio.Task[StoreResult]] = set()
         self._draining = False
+        self._inline_checksums = inline_checksums
         self._checksums = Checksums(self.index, is_busy=lambda: bool(self._stores))
 
     # --- instances ----------------------------------------------------------------------------------------------
@@ -245,7 +248,15 @@ class QStoreModule:
     ) -> asyncio.Task[StoreResult]:
         self._totals.submitted_stores += 1
         began = self._clock()
-        run = StoreRun(self.index, instance, store, self._copy_timeout_s, now, self._checksums.note)
+        run = StoreRun(
+            self.index,
+            instance,
+            store,
+            self._copy_timeout_s,
+            now,
+            self._checksums.note,
+            self._inline_checksums,
+        )
         run.begin()
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._run_store(instance, store, run))

@@ -28,6 +28,7 @@ from lmcache_qprotocol.keys import ObjectKey
 from lmcache_qprotocol.messages import StoreOutcome
 from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
+from lmcache_qserver.copying.checksum import Copied, copy
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
@@ -40,7 +41,7 @@ class _Round(NamedTuple):
     """A round that has begun."""
 
     reserved: Reserved
-    job: Job[StampFault | None] | None
+    job: Job[Copied] | None
     """The copy of `reserved.writes`; None when there are none, or they have failed already."""
 
 
@@ -52,6 +53,7 @@ class StoreRun:
         copy_timeout_s: seconds for one round's copy, counted from its turn in the lane.
         now: seconds, monotonic; when the objects are created.
         committed: told of every object.
+        inline_checksums: whether the lane makes them.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StoreRun:
         copy_timeout_s: float,
         now: float,
         committed: Callable[[StoredObject], None],
+        inline_checksums: bool,
     ) -> None:
         self._index = index
         self._instance = instance
@@ -69,6 +72,7 @@ class StoreRun:
         self._copy_timeout_s = copy_timeout_s
         self._now = now
         self._committed = committed
+        self._inline_checksums = inline_checksums
         self._chunks: dict[ObjectKey, PlannedChunk] = {}
         self._times: Counter[ObjectKey] = Counter()
         self._failure: LossReason | None = None
@@ -170,9 +174,9 @@ class StoreRun:
             self._duplicate += self._times[key]
         return stored
 
-    async def _end_copy(self, writes: list[Write], job: Job[StampFault | None]) -> None:
+    async def _end_copy(self, writes: list[Write], job: Job[Copied]) -> None:
         try:
-            fault = await job.outcome
+            fault, checksums = await job.outcome
         except BaseException as error:
             self._fail_copy(writes, error, job.over)
             if not isinstance(error, Exception):
@@ -183,14 +187,14 @@ class StoreRun:
         elif self._instance.dead:
             self._fail(writes, LossReason.COPY_FAILED, "the instance was released during the copy")
         else:
-            self._commit(writes)
+            self._commit(writes, checksums)
 
     def _fail_copy(
         self, writes: list[Write], error: BaseException, over: asyncio.Future[None] | None
     ) -> None:
         self._fail(writes, LossReason.COPY_FAILED, f"the copy failed: {_describe(error)}", over)
 
-    def _submit(self, writes: list[Write]) -> Job[StampFault | None]:
+    def _submit(self, writes: list[Write]) -> Job[Copied]:
         copies = []
         first, end = self._store.rows
         layout, block_size = self._store.description.layout, self._store.description.block_size
@@ -208,16 +212,22 @@ class StoreRun:
                 )
             )
         return self._instance.lane.submit(
-            self._instance.ring.copy, copies, self._store.event, timeout_s=self._copy_timeout_s
+            copy,
+            self._instance.ring,
+            copies,
+            self._store.event,
+            self._inline_checksums,
+            timeout_s=self._copy_timeout_s,
         )
 
-    def _commit(self, writes: list[Write]) -> None:
+    def _commit(self, writes: list[Write], checksums: tuple[bytes, ...]) -> None:
         store = self._store
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
-        for write in reversed(writes):
+        for place, write in reversed(list(enumerate(writes))):
             stored = self._index.commit(
                 write, store.description, store.rows, self._now, store.content, store.claimed
             )
+            stored.checksum = checksums[place] if checksums else None
             self._committed(stored)
             self._stored += 1
             self._duplicate += self._times[write.key] - 1

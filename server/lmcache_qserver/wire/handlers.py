@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
@@ -127,7 +127,7 @@ class Handlers:
         _require_lifeline(client.session, "who asks for identities needs")
         return self._module.identities_q(query)
 
-    def _verify(self, client: Client, payloads: Payloads) -> asyncio.Future[VerifyReply]:
+    def _verify(self, client: Client, payloads: Payloads) -> Awaitable[VerifyReply]:
         _require_hello(client.session)
         return self._module.verify_q()
 

@@ -130,3 +130,15 @@ async def test_hashing_does_not_make_an_object_recently_used() -> None:
     assert world.misses(world.retrieve(1, [0])) == {0: "evicted"}
     assert len(world.retrieve(2, [0]).chunks) == 1
     await world.close()
+
+
+async def test_inline_checksums_are_there_when_the_store_is_answered() -> None:
+    world = World(inline_checksums=True)
+    worker = await world.worker()
+    await world.store(worker, 1, 0, 2)
+    for chunk in world.retrieve(1, [0, 1]).chunks:
+        data = world.memory.array[chunk.offset : chunk.offset + chunk.nbytes]
+        assert chunk.checksum == xxhash.xxh3_64(data.tobytes()).digest()
+    assert made(world) == 2
+    assert world.module.report_status()["checksums"]["waiting"] == 0
+    await world.close()
