@@ -16,12 +16,19 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def interleaved(
-    ours: Callable[[int], object], theirs: Callable[[int], object], rounds: int
+    ours: Callable[[int], object],
+    theirs: Callable[[int], object],
+    rounds: int,
+    first_turn: int = 0,
 ) -> list[tuple[float, float]]:
-    """`rounds` pairs of times; who goes first alternates, so that a drift of the machine hits both."""
+    """`rounds` pairs of times; who goes first alternates, so that a drift of the machine hits both.
+
+    Args:
+        first_turn: an odd one begins with theirs.
+    """
     pairs = []
     for index in range(rounds):
-        if index % 2:
+        if (first_turn + index) % 2:
             second = seconds(lambda index=index: theirs(index))  # type: ignore[misc]  # default binds the loop variable
             first = seconds(lambda index=index: ours(index))  # type: ignore[misc]  # as above
         else:

@@ -21,6 +21,11 @@ from lmcache_qserver.testing.daemon import running_daemon
 
 SIZES_MIB = (16, 64)
 ROUNDS = 20
+VARIANTS: dict[str, dict[str, Any]] = {
+    "inline_checksum": {"checksum": "inline"},
+    "two_threads": {"copy_threads": 2},
+}
+"""Other settings of the daemon, by the name that their figures carry."""
 
 Figures = dict[str, dict[str, Any]]
 
@@ -39,13 +44,13 @@ def figures(rounds: int) -> Figures:
         print("loop lag ...", flush=True)
         found["loop_lag_copies"] = loop_lag.while_copying(server, 5.0)
         found["loop_lag_registrations"] = loop_lag.while_registering(server)
-    # With one thread a copy, too: on two processors a second thread makes one instance alone use both of them.
-    with running_daemon(pool_bytes="3GiB", copy_threads=1) as server:
-        for size in SIZES_MIB:
-            print(f"two instances, {size} MiB ...", flush=True)
-            found[f"two_instances_one_thread_{size}MiB"] = two_instances.measure(server, size, 7)
-            one_thread = store_and_retrieve.measure(server, size, rounds)["store_vs_memcpy"]
-            found.setdefault("store_vs_memcpy_one_thread", {})[f"{size}MiB"] = one_thread
+    for variant, settings in VARIANTS.items():
+        with running_daemon(pool_bytes="3GiB", **settings) as server:
+            for size in SIZES_MIB:
+                print(f"store, {variant}, {size} MiB ...", flush=True)
+                for name, value in store_and_retrieve.stored(server, size, rounds).items():
+                    found.setdefault(f"{name}_{variant}", {})[f"{size}MiB"] = value
+                found[f"two_instances_{variant}_{size}MiB"] = two_instances.measure(server, size, 7)
     print("growth ...", flush=True)
     with running_daemon(pool_bytes="1GiB", chunk_size=growth.CHUNK) as server:
         found["store_us_by_objects"] = growth.with_objects(server)

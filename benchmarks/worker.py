@@ -1,8 +1,8 @@
-"""A worker without an engine: a registered ring, chunks that look captured, and the store of one."""
+"""A worker without an engine: a registered ring, chunks that look captured, and their stores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ BLOCK = 16
 LAYERS = 32
 HEAD_DIM = 128
 PLACES = 4
-"""Chunks that the ring, and the buffers of a plain copy, hold."""
+"""Chunks of a prompt; the ring, and the buffers of a plain copy, hold as many."""
 
 
 @dataclass
@@ -33,17 +33,29 @@ class Worker:
     adapter: QRingBufferAdapter
     ring: QRingBuffer
 
-    def prepare(self, index: int) -> FinishedChunk:
-        """Take ring blocks for a chunk and stamp its rows, as a worker does in a forward pass."""
+    def prepare(self, index: int, place: int = 0) -> FinishedChunk:
+        """Take ring blocks for a chunk and stamp its rows, as a worker does in a forward pass.
+
+        Args:
+            index: of the prompt.
+            place: of the chunk in it.
+        """
         blocks = self.ring.allocate(CHUNK // BLOCK)
         assert blocks is not None
-        nonce = index + 1
+        nonce, start = PLACES * index + place + 1, place * CHUNK
         slots = torch.arange(blocks[0] * BLOCK, blocks[0] * BLOCK + CHUNK)
-        self.ring.stamp(slots, torch.arange(CHUNK) + first_stamp(nonce, 0))
+        self.ring.stamp(slots, torch.arange(CHUNK) + first_stamp(nonce, start))
         tally = self.adapter.account.request("bench")
         tally.compute(CHUNK)
-        chunk_hash = chunk_hashes(prompt(index), CHUNK)[0]
-        return FinishedChunk("bench", 0, CHUNK, chunk_hash, "", tuple(blocks), nonce, tally)
+        name = chunk_hashes(prompt(index), CHUNK)[place]
+        return FinishedChunk("bench", start, start + CHUNK, name, "", tuple(blocks), nonce, tally)
+
+    def store_all(self, chunks: Sequence[FinishedChunk]) -> None:
+        """From submitting the first to the last answer."""
+        sequences = [self.adapter.submit_q_store_request(chunk) for chunk in chunks]
+        for sequence in sequences:
+            assert sequence is not None
+            self.adapter.wait_for_store(sequence)
 
     def store(self, chunk: FinishedChunk) -> None:
         """From submitting to the answer."""
@@ -95,5 +107,5 @@ def worker(url: str, chunk_mib: int, name: str) -> Iterator[Worker]:
 
 
 def prompt(index: int) -> list[int]:
-    """Tokens of one chunk that nobody has stored before."""
-    return [index, *range(CHUNK - 1)]
+    """Tokens of `PLACES` chunks; no two prompts have one in common."""
+    return [index, *range(PLACES * CHUNK - 1)]
