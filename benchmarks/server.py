@@ -23,7 +23,7 @@ SIZES_MIB = (16, 64)
 ROUNDS = 20
 VARIANTS: dict[str, dict[str, Any]] = {
     "inline_checksum": {"checksum": "inline"},
-    "two_threads": {"copy_threads": 2},
+    "one_thread": {"copy_threads": 1},
 }
 """Other settings of the daemon, by the name that their figures carry."""
 

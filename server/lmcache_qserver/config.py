@@ -129,11 +129,10 @@ class Config:
     )
     copy_timeout_s: float = option(30.0, float, "seconds", "Longest time that one store may copy.")
     copy_threads: int = option(
-        0,
+        2,
         int,
         "threads",
-        "Threads that may share one large copy (4 MiB or more); never more than there are processors. 0: two, or one "
-        "where there are fewer than four processors.",
+        "Threads that may share one large copy (4 MiB or more); never more than there are processors.",
     )
     checksum: str = option(
         "deferred",
@@ -176,7 +175,7 @@ class Config:
         _check_range("http_port", self.http_port, 0, 65535)
         _check_range("pool_bytes", self.pool_bytes, MIB, 1 << 50)
         _check_range("chunk_size", self.chunk_size, 1, 1 << 20)
-        _check_range("copy_threads", self.copy_threads, 0, 64)
+        _check_range("copy_threads", self.copy_threads, 1, 64)
         _check_range("max_message_bytes", self.max_message_bytes, 64 * KIB, GIB)
         for name in ("reap_timeout_s", "registration_grace_s", "drain_timeout_s"):
             _check_range(name, getattr(self, name), 0.0, 1e9)

@@ -85,8 +85,7 @@ class Daemon:
         pool = Pool(self._memory, cast(Literal["lru", "none"], config.eviction))
         self._bus = EventBus()
         processors = len(os.sched_getaffinity(0))
-        threads = config.copy_threads or max(1, min(2, processors // 2))
-        self._crew = Crew(min(threads, processors) - 1, processors)
+        self._crew = Crew(min(config.copy_threads, processors) - 1, processors)
         self._module = QStoreModule(
             pool=pool,
             bus=self._bus,

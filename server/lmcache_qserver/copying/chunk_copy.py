@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_qserver.copying.checksum import Digest
 from lmcache_qserver.copying.crew import ALONE, Crew, cut
 
 
@@ -30,6 +31,8 @@ class ChunkCopy:
         rows: how many there are; None for all from `skip` on. Rows of the blocks that are not among them may be
             anybody's, and are 0 in the target.
         layers: of a block, `[layers, block_size, ...]`; only needed where not all rows are copied.
+        digest: for the target's checksum. A backend may feed it while it copies, in order, if all rows of the blocks
+            are the chunk's; its length tells whether one has.
     """
 
     block_ids: tuple[int, ...]
@@ -38,6 +41,11 @@ class ChunkCopy:
     skip: int = 0
     rows: int | None = None
     layers: int = 1
+    digest: Digest | None = None
+
+    def is_whole(self, block_size: int) -> bool:
+        """Whether all rows of its blocks are its own."""
+        return not self.skip and self.rows in (None, len(self.block_ids) * block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +89,9 @@ def copy_chunks(
         None when every row is proven.
     """
     for index, chunk in enumerate(chunks):
-        _copy_rows(ring.rows, chunk, crew)
-        _clear_others(chunk, ring.stamps.shape[1])
+        block_size = ring.stamps.shape[1]
+        _copy_rows(ring.rows, chunk, block_size, crew)
+        _clear_others(chunk, block_size)
         fault = _check_stamps(ring.stamps, chunk, index)
         if fault is not None:
             return fault
@@ -98,19 +107,23 @@ def neighbour_runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = index
 
 
-def _copy_rows(rows: npt.NDArray[np.uint8], chunk: ChunkCopy, crew: Crew) -> None:
+def _copy_rows(rows: npt.NDArray[np.uint8], chunk: ChunkCopy, block_size: int, crew: Crew) -> None:
     size = rows.shape[1]
     segments = [
         segment
         for place, first, count in neighbour_runs(chunk.block_ids)
         for segment in cut(place * size, first * size, count * size)
     ]
-    crew.copy(chunk.target, rows.reshape(-1), segments)
+    # Foreign rows are cleared behind the copy: then the digest has to wait for that.
+    digest = chunk.digest if chunk.is_whole(block_size) else None
+    crew.copy(
+        chunk.target, rows.reshape(-1), segments, digest.update if digest is not None else None
+    )
 
 
 def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
     """Zero the target's rows that are not the chunk's: they lie before it in the first block, behind it in the last."""
-    if not chunk.skip and chunk.rows is None:
+    if chunk.is_whole(block_size):
         return
     blocks = chunk.target.reshape(len(chunk.block_ids), chunk.layers, block_size, -1)
     blocks[0, :, : chunk.skip] = 0

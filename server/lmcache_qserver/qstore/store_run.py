@@ -28,7 +28,8 @@ from lmcache_qprotocol.keys import ObjectKey
 from lmcache_qprotocol.messages import StoreOutcome
 from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
-from lmcache_qserver.copying.checksum import Copied, copy
+from lmcache_qserver.copying.checked_copy import Copied, checked_copy
+from lmcache_qserver.copying.checksum import Digest
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
@@ -209,25 +210,25 @@ class StoreRun:
                     skip=first % block_size,
                     rows=end - first,
                     layers=len(layout.layer_ids),
+                    digest=Digest() if self._inline_checksums else None,
                 )
             )
         return self._instance.lane.submit(
-            copy,
+            checked_copy,
             self._instance.ring,
             copies,
             self._store.event,
-            self._inline_checksums,
             timeout_s=self._copy_timeout_s,
         )
 
-    def _commit(self, writes: list[Write], checksums: tuple[bytes, ...]) -> None:
+    def _commit(self, writes: list[Write], checksums: Sequence[bytes | None]) -> None:
         store = self._store
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
-        for place, write in reversed(list(enumerate(writes))):
+        for write, checksum in reversed(list(zip(writes, checksums, strict=True))):
             stored = self._index.commit(
                 write, store.description, store.rows, self._now, store.content, store.claimed
             )
-            stored.checksum = checksums[place] if checksums else None
+            stored.checksum = checksum
             self._committed(stored)
             self._stored += 1
             self._duplicate += self._times[write.key] - 1

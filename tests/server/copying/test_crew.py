@@ -35,15 +35,13 @@ def hold_helpers(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> thre
     arrived = threading.Event()
     plain = crew_module._copy
 
-    def copy(target: Any, source: Any, segments: Iterator[Segment]) -> None:
+    def copy(target: Any, source: Any, segment: Segment) -> None:
         if threading.current_thread().name.startswith("copy-helper"):
-            first = [next(segments)]  # taken, and not put down yet
             arrived.set()
             assert gate.wait(DEADLINE_S)
-            plain(target, source, iter(first))
         else:
             assert arrived.wait(DEADLINE_S)
-        plain(target, source, segments)
+        plain(target, source, segment)
 
     monkeypatch.setattr(crew_module, "_copy", copy)
     return arrived
@@ -135,16 +133,16 @@ def test_a_helper_is_taken_only_where_a_processor_is_left(monkeypatch: pytest.Mo
     crew = Crew(2, processors=2)
     entered, gate = threading.Event(), threading.Event()
     plain = crew_module._copy
-    helped: list[str] = []
+    helped: set[str] = set()
 
-    def copy(target: Any, source: Any, segments: Iterator[Segment]) -> None:
+    def copy(target: Any, source: Any, segment: Segment) -> None:
         name = threading.current_thread().name
         if name.startswith("copy-helper"):
-            helped.append(name)
+            helped.add(name)
         if name == "other lane":
             entered.set()
             assert gate.wait(DEADLINE_S)
-        plain(target, source, segments)
+        plain(target, source, segment)
 
     monkeypatch.setattr(crew_module, "_copy", copy)
     small = np.zeros(8, np.uint8), np.ones(8, np.uint8), [Segment(0, 0, 8)]
@@ -161,3 +159,39 @@ def test_a_helper_is_taken_only_where_a_processor_is_left(monkeypatch: pytest.Mo
     assert len(helped) == 1
     assert crew.free == 2
     crew.close()
+
+
+@pytest.mark.parametrize("helpers", [0, 1])
+@pytest.mark.parametrize("nbytes", [1000, MIN_SHARED_BYTES + 12345])
+def test_what_is_looked_at_behind_is_the_whole_target_in_order(helpers: int, nbytes: int) -> None:
+    source = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
+    target = np.zeros_like(source)
+    crew = Crew(helpers, 4)
+    seen: list[bytes] = []
+    for _ in range(20):
+        target[:] = 0
+        seen.clear()
+        crew.copy(target, source, list(cut(0, 0, nbytes)), lambda part: seen.append(part.tobytes()))
+        assert b"".join(seen) == source.tobytes()
+    crew.close()
+
+
+def test_a_segment_is_looked_at_only_when_it_has_been_copied(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper holds a segment back: nothing from it on may be looked at."""
+    gate = threading.Event()
+    arrived = hold_helpers(monkeypatch, gate)
+    target, source = buffers()
+    seen: list[bytes] = []
+    lane = threading.Thread(
+        target=crew.copy,
+        args=(target, source, list(cut(0, 0, NBYTES)), lambda part: seen.append(part.tobytes())),
+    )
+    lane.start()
+    assert arrived.wait(DEADLINE_S)
+    lane.join(0.1)
+    assert len(seen) < NBYTES // SEGMENT_BYTES
+    gate.set()
+    lane.join(DEADLINE_S)
+    assert b"".join(seen) == source.tobytes()

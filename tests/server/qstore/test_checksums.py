@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from tests.server.qstore.fake_worker import CHUNK_BYTES, stored_chunk
+from tests.server.qstore.test_pieces import store as store_piece
 from tests.server.qstore.world import World, until
 
 
@@ -141,4 +142,16 @@ async def test_inline_checksums_are_there_when_the_store_is_answered() -> None:
         assert chunk.checksum == xxhash.xxh3_64(data.tobytes()).digest()
     assert made(world) == 2
     assert world.module.report_status()["checksums"]["waiting"] == 0
+    await world.close()
+
+
+async def test_inline_checksums_of_pieces_cover_the_rows_that_were_cleared() -> None:
+    """A piece's blocks hold rows of others in the ring, which are 0 in the object."""
+    world = World(inline_checksums=True)
+    worker = await world.worker()
+    outcome = await store_piece(world, worker, 3, 9)
+    assert outcome.stored == 1
+    (stored,) = world.module.index.objects()
+    data = world.memory.array[stored.slot.offset : stored.slot.offset + stored.slot.nbytes]
+    assert stored.checksum == xxhash.xxh3_64(data.tobytes()).digest()
     await world.close()
