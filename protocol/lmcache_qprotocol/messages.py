@@ -142,6 +142,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             in use.
         requests: ended requests, counted since the worker started.
         recent: those that ended last, oldest first.
+        waited_ms: milliseconds that steps have waited for ring blocks since the worker started.
     """
 
     computed: Count
@@ -153,6 +154,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ring_high_water: Count = 0
     requests: RequestCounts = RequestCounts()
     recent: RecentRequests = ()
+    waited_ms: Count = 0
 
 
 # --- registering a ring ---------------------------------------------------------------------------

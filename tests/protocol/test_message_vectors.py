@@ -89,6 +89,7 @@ REQUESTS_REPORT = m.WorkerReport(
         ),
     ),
 )
+WAITED_REPORT = m.WorkerReport(computed=0, captured=0, lost={}, pending=0, waited_ms=70_000)
 PIECE_KEY = msgspec.structs.replace(
     CHUNKS_KEY,
     start=259,
@@ -187,6 +188,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "get_chunk_size legacy": (),
     "ping native": (4242, REPORT),
     "ping native, requests": (4242, REQUESTS_REPORT),
+    "ping native, waited": (4242, WAITED_REPORT),
     "ping legacy": (None,),
     "noop native": (),
     "noop legacy": (),

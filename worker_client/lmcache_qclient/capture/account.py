@@ -21,9 +21,11 @@ class Account:
     Attributes:
         computed, captured, lost: tokens.
         recent: the requests that ended last, oldest first.
+        waited_s: seconds that steps have waited for ring blocks.
     """
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self.computed = 0
         self.captured = 0
         self.lost: Counter[LossReason] = Counter()
@@ -75,6 +77,7 @@ class Account:
             ring_high_water=ring_high_water,
             requests=RequestCounts(whole=self._whole, partial=self._partial, none=self._none),
             recent=tuple(self.recent),
+            waited_ms=round(self.waited_s * 1000),
         )
 
 

@@ -17,15 +17,11 @@ class WaitForRoom:
 
     Args:
         ring: whose blocks.
-        adapter: whose stores.
+        adapter: whose stores; its account counts what steps have waited.
         wait_s: most seconds that one step waits in all; 0 never waits.
-
-    Attributes:
-        waited_s: seconds that steps have waited so far.
     """
 
     def __init__(self, ring: QRingBuffer, adapter: QRingBufferAdapter, wait_s: float) -> None:
-        self.waited_s = 0.0
         self._ring = ring
         self._adapter = adapter
         self._wait_s = wait_s
@@ -44,7 +40,7 @@ class WaitForRoom:
             self._adapter.reclaim_finished_q_stores()
             taken = time.monotonic() - began
             self._left_s -= taken
-            self.waited_s += taken
+            self._adapter.account.waited_s += taken
             blocks = self._ring.allocate(n)
         return blocks
 
