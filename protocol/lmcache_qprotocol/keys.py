@@ -85,6 +85,13 @@ class KeyFamily(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.layout_id) not in (0, LAYOUT_ID_BYTES):
             raise ValueError(f"a layout id has {LAYOUT_ID_BYTES} bytes, or none")
 
+    def __repr__(self) -> str:
+        """With the salt's digest: this ends up in tracebacks, and they in logs."""
+        return (
+            f"KeyFamily(model_name={self.model_name!r}, world_size={self.world_size}, kv_rank={self.kv_rank:#x}, "
+            f"salt_digest={salt_digest(self.cache_salt)!r}, layout_id={self.layout_id.hex()!r})"
+        )
+
 
 class ObjectKey(msgspec.Struct, frozen=True, kw_only=True):
     """The address of one object.

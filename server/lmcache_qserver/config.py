@@ -21,6 +21,7 @@ GIB = 1 << 30
 EVICTION = ("lru", "none")
 CHECKSUM = ("deferred", "inline")
 LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _T = TypeVar("_T")
 
@@ -161,6 +162,12 @@ class Config:
     log_format: str = option(
         "text", str, ", ".join(LOG_FORMATS), "Form of log lines on standard error."
     )
+    log_level: str = option(
+        "info",
+        str,
+        ", ".join(LOG_LEVELS),
+        "Lines below this level are left out; debug has one for every store.",
+    )
     ready_file: str = option(
         "",
         str,
@@ -186,6 +193,7 @@ class Config:
         _check_choice("eviction", self.eviction, EVICTION)
         _check_choice("checksum", self.checksum, CHECKSUM)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
         self._check_url()
 
     def _check_url(self) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 import uvloop
-from prometheus_client import CollectorRegistry
 
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import Limits
@@ -32,8 +31,11 @@ from lmcache_qserver.copying import Crew, RingMemory
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.face import logs, ready_file, systemd
 from lmcache_qserver.face.http import HttpFace
-from lmcache_qserver.face.metrics import ServerMetrics, StoreMetrics
+from lmcache_qserver.face.loop_lag import LoopLag
+from lmcache_qserver.face.metrics import server_registry
 from lmcache_qserver.face.status import ServerState
+from lmcache_qserver.face.store_log import log_stores
+from lmcache_qserver.log_fields import told
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.qstore import QStoreModule
@@ -84,6 +86,7 @@ class Daemon:
         config, clock = self._config, self._clock
         pool = Pool(self._memory, cast(Literal["lru", "none"], config.eviction))
         self._bus = EventBus()
+        log_stores(self._bus)
         processors = len(os.sched_getaffinity(0))
         self._crew = Crew(min(config.copy_threads, processors) - 1, processors)
         self._module = QStoreModule(
@@ -128,9 +131,10 @@ class Daemon:
             * config.max_message_bytes,  # up to the limit and a bit more there is an answer
             clock=clock,
         )
-        registry = CollectorRegistry()
-        StoreMetrics(self._bus, registry)
-        registry.register(ServerMetrics(self._state, self._counts, lambda: len(self._lifeline)))
+        registry, lag = server_registry(
+            self._bus, self._state, self._counts, lambda: len(self._lifeline)
+        )
+        self._lag = LoopLag(self._loop, clock, lag.observe)
         self._http = HttpFace(self._state, registry)
 
     async def run(self) -> None:
@@ -143,6 +147,7 @@ class Daemon:
             self._loop.add_signal_handler(number, self._note_signal)
         try:
             await self._bind()
+            self._lag.start()
             populating = asyncio.create_task(self._populate())
             self._every(LEASE_SCAN_S, self._expire_leases)
             self._every(CLIENT_SCAN_S, self._expire_clients)
@@ -198,11 +203,15 @@ class Daemon:
         self._main_loop.start()
         state.bound = True
         log.info(
-            "lmcache-qserver %s listens at %s, %s, %s",
-            installed_version(),
-            state.url,
-            state.http_url,
-            state.lifeline,
+            "lmcache-qserver listens",
+            extra=told(
+                release=installed_version(),
+                pid=os.getpid(),
+                boot_id=state.boot_id.hex(),
+                url=state.url,
+                http_url=state.http_url,
+                lifeline=state.lifeline,
+            ),
         )
 
     def _open_lifeline(self) -> None:
@@ -251,7 +260,10 @@ class Daemon:
 
     async def _reap(self) -> None:
         for instance_id in await self._module.reap_stale_instances(self._clock()):
-            log.warning("instance %r was silent for too long and has been released", instance_id)
+            log.warning(
+                "a worker was silent for too long and has been released",
+                extra=told(instance=instance_id),
+            )
 
     def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         async def repeat() -> None:
@@ -297,6 +309,7 @@ class Daemon:
         await self._dispatcher.finish()
 
     async def _close(self) -> None:
+        self._lag.stop()
         self._lifeline.close()
         if self._state.bound:
             await self._dispatcher.stop()
@@ -338,7 +351,7 @@ def run(config: Config, populating: Populating | None = None) -> int:
     Args:
         populating: the pool's memory, if it has been begun already.
     """
-    logs.set_up(config.log_format)
+    logs.set_up(config.log_format, config.log_level)
     _allow_many_files()
     try:
         uvloop.run(_serve(config, populating))

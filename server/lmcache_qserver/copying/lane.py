@@ -25,6 +25,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class Job(Generic[T]):
     Attributes:
         outcome: result or exception of the work, or a LaneError.
         over: done when no thread works on the job any more, nor ever will.
+        ran_s: seconds that the thread took, once the work is over.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Job(Generic[T]):
         self.outcome: asyncio.Future[T] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
         self.timeout_s = timeout_s
+        self.ran_s = 0.0
         self.returned = False
         """Set by the thread when the work is over; the loop may not know yet."""
         self._work: Callable[[], T] | None = work
@@ -81,6 +84,7 @@ class Job(Generic[T]):
         """Run the work in this thread and forget it, with all views that it holds."""
         work, self._work = self._work, None
         assert work is not None
+        began = time.monotonic()
         try:
             return work(), None
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
@@ -92,6 +96,7 @@ class Job(Generic[T]):
             return None, error
         finally:
             del work
+            self.ran_s = time.monotonic() - began
             self.returned = True
 
     def end(self, result: T | None, error: BaseException | None) -> None:

@@ -1,20 +1,19 @@
-"""What /status says, in one dict of plain values."""
+"""What /status says; its fields are in status_report.py."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from lmcache_qserver import installed_version
 from lmcache_qserver.face.canary import Canary
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.status_report import STATUS_VERSION, ServerReport, StatusReport
 from lmcache_qserver.wire.clients import Clients
-
-STATUS_VERSION = 1
-"""Fields are added without a change of this; it grows when one changes its meaning."""
 
 
 @dataclass
@@ -59,23 +58,26 @@ class ServerState:
             else "the pool does not give back what was written to it"
         )
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> StatusReport:
         """The body of /status."""
-        return {
-            "version": STATUS_VERSION,
-            "server": {
-                "release": installed_version(),
-                "boot_id": self.boot_id.hex(),
-                "pid": os.getpid(),
-                "uptime_s": round(self.clock() - self.started, 3),
-                "url": self.url,
-                "http_url": self.http_url,
-                "lifeline": self.lifeline,
-                "chunk_size": self.chunk_size,
-                "features": list(self.features),
-                "ready": not self.why_not_ready(),
-                "clients": len(self.clients),
-                "sessions": self.clients.sessions,
-            },
-            **self.module.report_status(),
-        }
+        return StatusReport(
+            version=STATUS_VERSION,
+            server=self._server(),
+            **msgspec.structs.asdict(self.module.report()),
+        )
+
+    def _server(self) -> ServerReport:
+        return ServerReport(
+            release=installed_version(),
+            boot_id=self.boot_id.hex(),
+            pid=os.getpid(),
+            uptime_s=round(self.clock() - self.started, 3),
+            url=self.url,
+            http_url=self.http_url,
+            lifeline=self.lifeline,
+            chunk_size=self.chunk_size,
+            features=list(self.features),
+            ready=not self.why_not_ready(),
+            clients=len(self.clients),
+            sessions=self.clients.sessions,
+        )

@@ -20,7 +20,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lmcache_qprotocol.messages import VerifyReply
 from lmcache_qprotocol.reasons import MissReason
@@ -28,6 +27,7 @@ from lmcache_qserver.copying import Lane
 from lmcache_qserver.copying.checksum import checksum
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.stored_object import StoredObject
+from lmcache_qserver.status_report import ChecksumsReport
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +85,15 @@ class Checksums:
             self._verifying = asyncio.get_running_loop().create_task(self._verify())
         return self._verifying
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> ChecksumsReport:
         """For `/status`."""
         counts = self.counts
-        return {
-            "made": counts.made,
-            "verified": counts.verified,
-            "corrupt": counts.corrupt,
-            "waiting": len(self._waiting),
-        }
+        return ChecksumsReport(
+            made=counts.made,
+            verified=counts.verified,
+            corrupt=counts.corrupt,
+            waiting=len(self._waiting),
+        )
 
     async def close(self, timeout_s: float) -> None:
         """End the thread; nothing is hashed any more."""

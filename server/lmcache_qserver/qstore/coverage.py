@@ -1,23 +1,23 @@
 """The workers' own accounts, added up: how much of what was computed has been captured, and where the rest went.
 
-A worker's report counts from the worker's start, so the newest replaces the one before. A report that counts fewer
-computed tokens than the last one comes from another process under the same id: then the last one is kept for good and
-the new one starts beside it, as with any counter that was reset. An account outlives its instance, and an instance that
-comes back (a new ring, a new connection) goes on with its own.
+A worker's report counts from the worker's start, so the newest replaces the one before. A report in which any count
+has fallen comes from another process under the same id: then the last one is kept for good and the new one starts
+beside it, as with any counter that was reset. So no sum but `pending` ever falls, and metrics may call them counters.
+An account outlives its instance, and an instance that comes back (a new ring, a new connection) goes on with its own.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from lmcache_qprotocol.messages import WorkerReport
+from lmcache_qprotocol.messages import RequestCoverage, WorkerReport
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qserver.qstore.instance import InstanceId
+from lmcache_qserver.status_report import CoverageReport, RecentRequestReport, RequestsReport
 
 RECENT_WORKERS = 16
 """Workers, heard of last, of which the summary tells ended requests one by one."""
@@ -30,6 +30,7 @@ class _Sum:
     computed: int = 0
     captured: int = 0
     pending: int = 0
+    waited_ms: int = 0
     lost: Counter[LossReason] = field(default_factory=Counter)
     requests: Counter[str] = field(default_factory=Counter)
 
@@ -37,14 +38,27 @@ class _Sum:
         self.computed += report.computed
         self.captured += report.captured
         self.pending += report.pending
+        self.waited_ms += report.waited_ms
         self.lost.update(report.lost)
         self.requests.update(msgspec.to_builtins(report.requests))
 
     def copy(self) -> _Sum:
         """A sum of its own."""
-        return _Sum(
-            self.computed, self.captured, self.pending, self.lost.copy(), self.requests.copy()
+        return replace(self, lost=self.lost.copy(), requests=self.requests.copy())
+
+
+def _has_fallen(last: WorkerReport, report: WorkerReport) -> bool:
+    """Whether any count since the worker's start is lower than before."""
+    before, after = last.requests, report.requests
+    return (
+        report.computed < last.computed
+        or report.captured < last.captured
+        or report.waited_ms < last.waited_ms
+        or any(report.lost.get(reason, 0) < count for reason, count in last.lost.items())
+        or (
+            after.whole < before.whole or after.partial < before.partial or after.none < before.none
         )
+    )
 
 
 class Coverage:
@@ -59,36 +73,42 @@ class Coverage:
     def note(self, instance_id: InstanceId, report: WorkerReport) -> None:
         """A report has come in."""
         last = self._last.pop(instance_id, None)
-        if last is not None and report.computed < last.computed:
+        if last is not None and _has_fallen(last, report):
             self._settled.add(last)
         self._last[instance_id] = report
         if len(self._last) > ACCOUNTS_KEPT:
             self._settled.add(self._last.popitem(last=False)[1])
 
-    def summary(self) -> dict[str, Any]:
-        """Tokens and requests of all workers.
-
-        Returns:
-            `computed, captured, pending, lost: {reason: tokens}`, every reason there, computed = the sum of the rest;
-            `requests: {whole, partial, none}`, ended requests by how much was captured of them;
-            `recent_requests: {instance id: [{request_id, computed, captured, lost}]}`, those that ended last.
-        """
+    def summary(self) -> CoverageReport:
+        """Tokens and requests of all workers."""
         total = self._settled.copy()
         for report in self._last.values():
             total.add(report)
-        return {
-            "computed": total.computed,
-            "captured": total.captured,
-            "pending": total.pending,
-            "lost": {reason.value: total.lost[reason] for reason in LossReason},
-            "requests": {name: total.requests[name] for name in ("whole", "partial", "none")},
-            "recent_requests": self._recent(),
-        }
+        return CoverageReport(
+            computed=total.computed,
+            captured=total.captured,
+            pending=total.pending,
+            lost={reason.value: total.lost[reason] for reason in LossReason},
+            waited_s=total.waited_ms / 1000,
+            requests=RequestsReport(
+                whole=total.requests["whole"],
+                partial=total.requests["partial"],
+                none=total.requests["none"],
+            ),
+            recent_requests=self._recent(),
+        )
 
-    def _recent(self) -> dict[str, Any]:
+    def _recent(self) -> dict[str, list[RecentRequestReport]]:
         heard_last = itertools.islice(reversed(self._last.items()), RECENT_WORKERS)
         return {
-            str(instance_id): [msgspec.to_builtins(one, str_keys=True) for one in report.recent]
+            str(instance_id): [_recent_request(one) for one in report.recent]
             for instance_id, report in heard_last
             if report.recent
         }
+
+
+def _recent_request(one: RequestCoverage) -> RecentRequestReport:
+    lost = {reason.value: tokens for reason, tokens in one.lost.items()}
+    return RecentRequestReport(
+        request_id=one.request_id, computed=one.computed, captured=one.captured, lost=lost
+    )

@@ -20,7 +20,6 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey
 from lmcache_qprotocol.messages import IdentitiesReply, IdentityQuery
@@ -32,6 +31,7 @@ from lmcache_qserver.qstore.cover import Cover, cover
 from lmcache_qserver.qstore.inventory import Inventory
 from lmcache_qserver.qstore.misses import Misses
 from lmcache_qserver.qstore.stored_object import Description, StoredObject
+from lmcache_qserver.status_report import ModelReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +189,7 @@ class Index:
         self.pool.discard(stored.slot)
         self._forget(stored.key, reason)
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[ModelReport]:
         """What is stored, described by what is stored."""
         return self._inventory.summary()
 
@@ -210,8 +210,8 @@ class Index:
         assert all(key in self._stored for key in self._by_identity)
         assert all(key in self._by_tokens for key in self._stored if key.rows is not None)
         models = self.models()
-        assert sum(model["chunks"] + model["pieces"] for model in models) == len(self._stored)
-        assert sum(model["bytes"] for model in models) == sum(
+        assert sum(model.chunks + model.pieces for model in models) == len(self._stored)
+        assert sum(model.bytes for model in models) == sum(
             stored.slot.nbytes for stored in self._stored.values()
         )
 

@@ -16,7 +16,7 @@ from enum import Enum
 
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import layout_id
-from lmcache_qprotocol.messages import RingDescription, StoreResult
+from lmcache_qprotocol.messages import RingDescription, StoreResult, WorkerReport
 from lmcache_qserver.copying import Lane, RingSource
 
 InstanceId = int | str
@@ -45,6 +45,8 @@ class Instance:
     last_seen: float
     state: InstanceState = InstanceState.REGISTERING
     has_pinged: bool = False
+    report: WorkerReport | None = None
+    """The worker's last."""
     dead: bool = False
     stores: set[asyncio.Task[StoreResult]] = field(default_factory=set)
     """Stores under way."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from lmcache_qprotocol.keys import KeyFamily
 from lmcache_qserver.qstore.stored_object import Description, StoredObject
+from lmcache_qserver.status_report import ModelReport
 
 Kind = tuple[str, int, int, bytes]
 """model_name, world_size, kv_rank, layout_id: a key family without its salt."""
@@ -49,20 +49,20 @@ class Inventory:
         if not holding.chunks and not holding.pieces:
             del self._holdings[kind]
 
-    def summary(self) -> list[dict[str, Any]]:
+    def summary(self) -> list[ModelReport]:
         """One entry per kind, sorted; `model_name` is that of the keys, with the feature's suffix."""
         return [
-            {
-                "model_name": model_name,
-                "world_size": world_size,
-                "kv_rank": kv_rank,
-                "layout_id": layout_id.hex(),
-                "layout": msgspec.to_builtins(holding.description.layout),
-                "chunk_size": holding.description.chunk_size,
-                "chunks": holding.chunks,
-                "pieces": holding.pieces,
-                "bytes": holding.nbytes,
-            }
+            ModelReport(
+                model_name=model_name,
+                world_size=world_size,
+                kv_rank=kv_rank,
+                layout_id=layout_id.hex(),
+                layout=msgspec.to_builtins(holding.description.layout),
+                chunk_size=holding.description.chunk_size,
+                chunks=holding.chunks,
+                pieces=holding.pieces,
+                bytes=holding.nbytes,
+            )
             for (model_name, world_size, kv_rank, layout_id), holding in sorted(
                 self._holdings.items(), key=lambda item: item[0]
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qserver.pool import Pool, Slot
+from lmcache_qserver.status_report import LeasesReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +117,15 @@ class Leases:
         self._expired += len(over)
         return len(over)
 
-    def summary(self) -> dict[str, int]:
+    def summary(self) -> LeasesReport:
         """For `/status`."""
-        return {
-            "count": len(self._leases),
-            "bytes": sum(self._held_bytes.values()),
-            "clients": len(self._of_client),
-            "expired": self._expired,
-            "cap_bytes_per_client": self.cap_bytes,
-        }
+        return LeasesReport(
+            count=len(self._leases),
+            bytes=sum(self._held_bytes.values()),
+            clients=len(self._of_client),
+            expired=self._expired,
+            cap_bytes_per_client=self.cap_bytes,
+        )
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]

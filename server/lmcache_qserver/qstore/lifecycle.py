@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import RingDescription
 from lmcache_qserver.copying import Lane, LaneError, RingGeometry, RingSource
+from lmcache_qserver.log_fields import told
 from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
 from lmcache_qserver.qstore.registration_check import check_registration
 from lmcache_qserver.qstore.registry import Registry
+from lmcache_qserver.qstore.release_cause import ReleaseCause
+from lmcache_qserver.status_report import LifecycleReport
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,8 @@ class Lifecycle:
         self._copy_timeout_s = copy_timeout_s
         self._leaving: set[Instance] = set()
         self._stuck: set[Lane] = set()
+        self._registered = 0
+        self._released: Counter[ReleaseCause] = Counter()
 
     @property
     def stuck_lanes(self) -> int:
@@ -77,35 +83,37 @@ class Lifecycle:
                 ring.close()
         await asyncio.shield(asyncio.ensure_future(self._open(instance, before)))
 
-    def begin_release(self, instance: Instance, *, dead: bool) -> asyncio.Task[None]:
-        """Decide that an instance goes; the task ends when no copy from it is running (or it hangs for good).
-
-        Args:
-            dead: nothing that is under way may be admitted any more. Else what was asked for is still stored.
-        """
-        if dead:
+    def begin_release(self, instance: Instance, cause: ReleaseCause) -> asyncio.Task[None]:
+        """Decide that an instance goes; the task ends when no copy from it is running (or it hangs for good)."""
+        if cause.is_death:
             instance.dead = True
             instance.lane.cancel_waiting()
         if instance.release is None:
+            self._released[cause] += 1
             instance.state = InstanceState.RELEASING
             self._leaving.add(instance)
             instance.release = asyncio.get_running_loop().create_task(self._release(instance))
         return instance.release
 
-    async def release(self, instances: Iterable[Instance], *, dead: bool) -> None:
+    async def release(self, instances: Iterable[Instance], cause: ReleaseCause) -> None:
         """Release instances side by side, and wait; a hung one delays no other."""
-        tasks = [self.begin_release(instance, dead=dead) for instance in instances]
+        tasks = [self.begin_release(instance, cause) for instance in instances]
         if tasks:
             await asyncio.wait(tasks)
 
     async def client_gone(self, client: Hashable) -> None:
         """Release all instances of a client, those on their way out too."""
         leaving = [instance for instance in self._leaving if instance.client == client]
-        await self.release({*self._registry.of_client(client), *leaving}, dead=True)
+        await self.release({*self._registry.of_client(client), *leaving}, ReleaseCause.CLIENT_GONE)
 
     async def close(self) -> None:
         """Release everything, after storing what was asked for."""
-        await self.release({*self._registry, *self._leaving}, dead=False)
+        await self.release({*self._registry, *self._leaving}, ReleaseCause.SHUTDOWN)
+
+    def summary(self) -> LifecycleReport:
+        """For `/status`."""
+        released = {cause.value: self._released[cause] for cause in ReleaseCause}
+        return LifecycleReport(registered=self._registered, released=released)
 
     def _refresh(
         self,
@@ -159,7 +167,7 @@ class Lifecycle:
         check_registration(
             model_name, world_size, description, ring.nbytes, self._chunk_size, self._features
         )
-        lane = Lane(f"qlane-{instance_id}"[:64])
+        lane = Lane(f"qlane-{instance_id!r}"[:64])
         ring.claimed = True
         instance = Instance(
             instance_id, client, model_name, world_size, description, ring, lane, now
@@ -169,8 +177,10 @@ class Lifecycle:
 
     async def _open(self, instance: Instance, before: Instance | None) -> None:
         if before is not None:
-            logger.warning("another ring replaces that of instance %r", before.instance_id)
-            await asyncio.wait({self.begin_release(before, dead=False)})
+            logger.warning(
+                "another ring replaces that of a worker", extra=told(instance=before.instance_id)
+            )
+            await asyncio.wait({self.begin_release(before, ReleaseCause.REPLACED)})
         try:
             await instance.lane.run(
                 instance.ring.open,
@@ -180,13 +190,14 @@ class Lifecycle:
             if instance.state is not InstanceState.REGISTERING:
                 raise LaneError("the instance was released while it was registering")
         except Exception as error:
-            await asyncio.wait({self.begin_release(instance, dead=True)})
+            await asyncio.wait({self.begin_release(instance, ReleaseCause.NOT_OPENED)})
             if isinstance(error, RequestError):
                 raise
             raise RequestError(
                 ErrorCode.RING_REFUSED, f"the ring can't be opened ({error}): offer it again"
             ) from None
         instance.state = InstanceState.LIVE
+        self._registered += 1
 
     async def _release(self, instance: Instance) -> None:
         if instance.stores and not instance.dead:
@@ -201,9 +212,8 @@ class Lifecycle:
     def _leave_behind(self, instance: Instance) -> None:
         """Unmapping under a running copy would kill the daemon, so a hung copy keeps its mapping."""
         logger.error(
-            "a copy from instance %r hangs: its thread and a mapping of %d bytes stay until it comes back",
-            instance.instance_id,
-            instance.ring.nbytes,
+            "a copy from a worker that has gone hangs: its thread and its mapping stay until it comes back",
+            extra=told(instance=instance.instance_id, bytes=instance.ring.nbytes),
         )
         lane = instance.lane
         self._stuck.add(lane)

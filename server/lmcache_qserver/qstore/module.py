@@ -44,10 +44,20 @@ from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
 from lmcache_qserver.qstore.leases import Leases
 from lmcache_qserver.qstore.lifecycle import Lifecycle
+from lmcache_qserver.qstore.read_totals import ReadTotals
 from lmcache_qserver.qstore.registry import Registry
+from lmcache_qserver.qstore.release_cause import ReleaseCause
+from lmcache_qserver.qstore.ring_use import ring_use
 from lmcache_qserver.qstore.store_check import CheckedStore, check_store
 from lmcache_qserver.qstore.store_run import StoreRun
 from lmcache_qserver.qstore.totals import StoreTotals
+from lmcache_qserver.status_report import (
+    InstanceReport,
+    LanesReport,
+    PoolReport,
+    RingLayoutReport,
+    StoreReport,
+)
 
 
 class QStoreModule:
@@ -99,6 +109,7 @@ class QStoreModule:
         self._clock = clock
         self._coverage = Coverage()
         self._totals = StoreTotals()
+        self._reads = ReadTotals()
         self._stores: set[asyncio.Task[StoreResult]] = set()
         self._draining = False
         self._inline_checksums = inline_checksums
@@ -151,7 +162,7 @@ class QStoreModule:
             raise _unknown(instance_id)
         _check_owner(instance, client)
         self._hear(instance, report, now)
-        await self._lifecycle.release([instance], dead=False)
+        await self._lifecycle.release([instance], ReleaseCause.UNREGISTERED)
 
     def ping(
         self,
@@ -180,7 +191,7 @@ class QStoreModule:
     async def reap_stale_instances(self, now: float) -> list[InstanceId]:
         """Release the instances that were silent for too long; their ids. Call it every quarter of the time-out."""
         stale = self.registry.stale(now)
-        await self._lifecycle.release(stale, dead=True)
+        await self._lifecycle.release(stale, ReleaseCause.REAPED)
         return [instance.instance_id for instance in stale]
 
     # --- storing ------------------------------------------------------------------------------------------------
@@ -259,7 +270,9 @@ class QStoreModule:
         )
         run.begin()
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._run_store(instance, store, run))
+        # Told while the first copy runs, not before it, and whatever becomes of the task.
+        loop.call_soon(self._tell_begin, instance, store)
+        task = loop.create_task(self._run_store(run))
         for stores in (self._stores, instance.stores):
             stores.add(task)
             task.add_done_callback(stores.discard)
@@ -268,10 +281,11 @@ class QStoreModule:
         task.add_done_callback(lambda _: loop.call_soon(end))
         return task
 
-    async def _run_store(
-        self, instance: Instance, store: CheckedStore, run: StoreRun
-    ) -> StoreResult:
-        # Told while the first copy runs, not before it.
+    async def _run_store(self, run: StoreRun) -> StoreResult:
+        outcome = await run.run()
+        return StoreResult(b"", not outcome.refused, outcome)
+
+    def _tell_begin(self, instance: Instance, store: CheckedStore) -> None:
         for event in (StoreSubmitted, StoreStart):
             self._bus.publish(
                 event(
@@ -281,8 +295,6 @@ class QStoreModule:
                     device=instance.ring.device,
                 )
             )
-        outcome = await run.run()
-        return StoreResult(b"", not outcome.refused, outcome)
 
     def _end_store(
         self, instance: Instance, store: CheckedStore, run: StoreRun, began: float
@@ -290,6 +302,8 @@ class QStoreModule:
         outcome = run.outcome
         nbytes = outcome.stored * store.object_bytes
         self._totals.add(outcome, nbytes)
+        self._totals.copied_bytes += run.copied_bytes
+        self._totals.copy_s += run.copy_s
         self._bus.publish(
             StoreEnd(
                 session=store.key.request_id,
@@ -308,7 +322,7 @@ class QStoreModule:
 
     def lookup_q(self, query: ChunkQuery) -> LookupReply:
         """Which chunks are there, and why the others are not."""
-        return reading.lookup(self.index, query, self.chunk_size)
+        return reading.lookup(self.index, self._reads, query, self.chunk_size)
 
     def identities_q(self, query: IdentityQuery) -> IdentitiesReply:
         """Under which identities the asked tokens are stored, as their writers told."""
@@ -316,7 +330,9 @@ class QStoreModule:
 
     def retrieve_q(self, client: Hashable, query: ChunkQuery, now: float) -> RetrieveReply:
         """Lease the chunks that are there to a client, up to its cap."""
-        return reading.retrieve(self.index, self.leases, client, query, self.chunk_size, now)
+        return reading.retrieve(
+            self.index, self.leases, self._reads, client, query, self.chunk_size, now
+        )
 
     def release_q(self, client: Hashable, lease_ids: Iterable[int]) -> None:
         """Give leases back.
@@ -338,23 +354,31 @@ class QStoreModule:
 
     def report_status(self) -> dict[str, Any]:
         """What `/status` serves; plain values only."""
+        plain: dict[str, Any] = msgspec.to_builtins(self.report())
+        return plain
+
+    def report(self) -> StoreReport:
+        """The same, typed."""
         live = self.registry.live()
         ids = [instance.instance_id for instance in live]
-        return {
-            "registered_q_ids": sorted(ids, key=lambda one: (isinstance(one, str), one)),
-            "q_context_meta": {str(one.instance_id): _describe_instance(one) for one in live},
-            "models": self.index.models(),
-            "totals": self._totals.summary(),
-            "coverage": self._coverage.summary(),
-            "checksums": self._checksums.summary(),
-            "leases": self.leases.summary(),
-            "pool": dataclasses.asdict(self._pool.usage()),
-            "lanes": {
-                "hung": sum(instance.lane.hung for instance in live),
-                "stuck_after_release": self._lifecycle.stuck_lanes,
-            },
-            "draining": self._draining,
-        }
+        return StoreReport(
+            registered_q_ids=sorted(ids, key=lambda one: (isinstance(one, str), one)),
+            q_context_meta={str(one.instance_id): _describe_instance(one) for one in live},
+            models=self.index.models(),
+            totals=self._totals.summary(),
+            reads=self._reads.summary(),
+            instances=self._lifecycle.summary(),
+            coverage=self._coverage.summary(),
+            rings=ring_use(one.report for one in live),
+            checksums=self._checksums.summary(),
+            leases=self.leases.summary(),
+            pool=PoolReport(**dataclasses.asdict(self._pool.usage())),
+            lanes=LanesReport(
+                hung=sum(instance.lane.hung for instance in live),
+                stuck_after_release=self._lifecycle.stuck_lanes,
+            ),
+            draining=self._draining,
+        )
 
     async def drain(self, deadline_s: float) -> bool:
         """Refuse new stores and registrations, and wait for what runs.
@@ -376,6 +400,7 @@ class QStoreModule:
     def _hear(self, instance: Instance, report: WorkerReport | None, now: float) -> None:
         instance.last_seen = max(instance.last_seen, now)
         if report is not None:
+            instance.report = report
             self._coverage.note(instance.instance_id, report)
 
 
@@ -395,22 +420,23 @@ def _check_settings(
         raise ValueError(f"max_lease_share must be in (0, 1], not {max_lease_share}")
 
 
-def _describe_instance(instance: Instance) -> dict[str, Any]:
+def _describe_instance(instance: Instance) -> InstanceReport:
     description = instance.description
     layout = description.layout
-    return {
-        "model_name": instance.model_name,
-        "world_size": instance.world_size,
-        "q_ring_layout": {
-            "num_layers": len(layout.layer_ids),
-            "num_blocks": description.num_blocks,
-            "block_size": description.block_size,
-            "hidden_dim": layout.hidden_dim,
-            "dtype": layout.dtype,
-            "layout_id": instance.layout_id.hex(),
-            "layout": msgspec.to_builtins(layout),
-        },
-    }
+    return InstanceReport(
+        model_name=instance.model_name,
+        world_size=instance.world_size,
+        q_ring_layout=RingLayoutReport(
+            num_layers=len(layout.layer_ids),
+            num_blocks=description.num_blocks,
+            block_size=description.block_size,
+            hidden_dim=layout.hidden_dim,
+            dtype=layout.dtype,
+            layout_id=instance.layout_id.hex(),
+            layout=msgspec.to_builtins(layout),
+        ),
+        ring=ring_use([instance.report]),
+    )
 
 
 def _check_owner(instance: Instance, client: Hashable) -> None:

@@ -23,6 +23,7 @@ from lmcache_qserver.pool import Slot
 from lmcache_qserver.qstore.by_tokens import content_of
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.leases import Leases
+from lmcache_qserver.qstore.read_totals import LOOKUP, RETRIEVE, ReadTotals
 from lmcache_qserver.qstore.stored_object import StoredObject
 
 
@@ -59,13 +60,14 @@ class _Answer:
         return tokens
 
 
-def lookup(index: Index, query: ChunkQuery, chunk_size: int) -> LookupReply:
+def lookup(index: Index, totals: ReadTotals, query: ChunkQuery, chunk_size: int) -> LookupReply:
     """How far what is stored reaches, and all that is missing. Promises nothing: only a lease keeps a chunk.
 
     Raises:
         RequestError(bad_payload): a partial chunk is longer than a chunk.
     """
     answer = _search(index, query, chunk_size)
+    totals.found(LOOKUP, len(answer.hits), answer.missing)
     tokens = answer.reach(answer.hits)
     return LookupReply(prefix=tokens // chunk_size, missing=tuple(answer.missing), tokens=tokens)
 
@@ -73,6 +75,7 @@ def lookup(index: Index, query: ChunkQuery, chunk_size: int) -> LookupReply:
 def retrieve(
     index: Index,
     leases: Leases,
+    totals: ReadTotals,
     client: Hashable,
     query: ChunkQuery,
     chunk_size: int,
@@ -88,6 +91,9 @@ def retrieve(
     count = leases.affordable(client, slots)
     lease_id = leases.grant(client, slots[:count], now)
     leased = answer.hits[:count]
+    totals.found(RETRIEVE, len(answer.hits), answer.missing)
+    nbytes = sum(hit.stored.slot.nbytes for hit in leased)
+    totals.leased(count, nbytes, capped=count < len(answer.hits))
     return RetrieveReply(
         lease_id=lease_id,
         chunks=tuple(hit.located() for hit in leased),

@@ -30,6 +30,7 @@ from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
 from lmcache_qserver.copying.checked_copy import Copied, checked_copy
 from lmcache_qserver.copying.checksum import Digest
+from lmcache_qserver.log_fields import told
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
@@ -55,6 +56,9 @@ class StoreRun:
         now: seconds, monotonic; when the objects are created.
         committed: told of every object.
         inline_checksums: whether the lane makes them.
+
+    Attributes:
+        copied_bytes, copy_s: what copies that came back have moved, proven or not, and the seconds that they took.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class StoreRun:
         self._duplicate = 0
         self._refused: Counter[LossReason] = Counter()
         self._message = ""
+        self.copied_bytes = 0
+        self.copy_s = 0.0
         self._round: _Round | None = None
         self._over = False
 
@@ -124,7 +130,7 @@ class StoreRun:
     def _give_up(self, error: Exception) -> None:
         if not isinstance(error, LaneError):
             logger.error(
-                "a store of instance %r failed", self._instance.instance_id, exc_info=error
+                "a store failed", exc_info=error, extra=told(instance=self._instance.instance_id)
             )
         self._refuse_rest(f"the store failed: {error}")
         self._over = True
@@ -183,6 +189,8 @@ class StoreRun:
             if not isinstance(error, Exception):
                 raise
             return
+        self.copied_bytes += sum(write.slot.nbytes for write in writes)
+        self.copy_s += job.ran_s
         if fault is not None:
             self._fail(writes, LossReason.STAMP_MISMATCH, self._tell_fault(writes, fault))
         elif self._instance.dead:

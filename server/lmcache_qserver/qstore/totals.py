@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode
 from lmcache_qprotocol.messages import StoreOutcome
 from lmcache_qprotocol.reasons import LossReason
+from lmcache_qserver.status_report import TotalsReport
 
 SERVER_REASONS = (LossReason.POOL_FULL, LossReason.COPY_FAILED, LossReason.STAMP_MISMATCH)
 """The reasons that the server gives; a worker gives the others."""
@@ -26,6 +26,9 @@ class StoreTotals:
     stored_bytes: int = 0
     rejected_stores: Counter[ErrorCode] = field(default_factory=Counter)
     """Stores that did not pass the checks, by error code."""
+    copied_bytes: int = 0
+    copy_s: float = 0.0
+    """Seconds that copies took, of those whose bytes are counted."""
 
     def add(self, outcome: StoreOutcome, nbytes: int) -> None:
         """A store is over.
@@ -39,16 +42,18 @@ class StoreTotals:
         self.refused.update(outcome.refused)
         self.stored_bytes += nbytes
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> TotalsReport:
         """For `/status`; every reason of the server is there from the start."""
-        return {
-            "submitted_stores": self.submitted_stores,
-            "finished_stores": self.finished_stores,
-            "stored": self.stored,
-            "duplicate": self.duplicate,
-            "refused": {reason.value: self.refused[reason] for reason in SERVER_REASONS},
-            "stored_bytes": self.stored_bytes,
-            "rejected_stores": {
+        return TotalsReport(
+            submitted_stores=self.submitted_stores,
+            finished_stores=self.finished_stores,
+            stored=self.stored,
+            duplicate=self.duplicate,
+            refused={reason.value: self.refused[reason] for reason in SERVER_REASONS},
+            stored_bytes=self.stored_bytes,
+            rejected_stores={
                 code.value: count for code, count in sorted(self.rejected_stores.items())
             },
-        }
+            copied_bytes=self.copied_bytes,
+            copy_s=self.copy_s,
+        )

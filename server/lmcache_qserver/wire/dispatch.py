@@ -35,6 +35,7 @@ from lmcache_qprotocol.errors import ErrorCode, ProtocolError, QServerError, Req
 from lmcache_qprotocol.limits import MAX_FRAMES, Limits
 from lmcache_qprotocol.messages import ReplyMeta
 from lmcache_qprotocol.operations import SILENCE, Operation
+from lmcache_qserver import log_fields
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
@@ -170,7 +171,7 @@ class Dispatcher:
         except QServerError as error:
             self._fail(echo, error)
         except Exception:
-            log.exception("%s of %r failed", echo.name, echo.client.session)
+            log.exception("a request failed", extra=_who(echo))
             self._fail(echo, INTERNAL)
 
     def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
@@ -265,7 +266,7 @@ class Dispatcher:
         except QServerError as told:
             self._fail(echo, told)
         except Exception:
-            log.exception("%s of %r failed", echo.name, echo.client.session)
+            log.exception("a request failed", extra=_who(echo))
             self._fail(echo, INTERNAL)
 
     def _answer(self, echo: _Echo, result: Any) -> None:
@@ -297,6 +298,12 @@ class Dispatcher:
 
     def _count(self, echo: _Echo, code: str) -> None:
         self._counts.requests[echo.name, code] += 1
+
+
+def _who(echo: _Echo) -> dict[str, Any]:
+    """Fields of a log record."""
+    session = echo.client.session
+    return log_fields.told(operation=echo.name, client=session.program, pid=session.pid)
 
 
 def _operation(op_frame: bytes) -> Operation | None:

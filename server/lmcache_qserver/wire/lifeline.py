@@ -34,6 +34,7 @@ from lmcache_qprotocol.lifeline import (
     encode_packet,
 )
 from lmcache_qserver.copying import RingMemory, RingSource
+from lmcache_qserver.log_fields import told
 from lmcache_qserver.wire import descriptors, socket_path
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.complaints import Complaints
@@ -104,7 +105,9 @@ class Connection:
         session = self.session
         self.close()
         if session is not None and not session.gone:
-            log.info("the lifeline of %r is closed: %s", session, why)
+            log.info(
+                "a lifeline is closed: %s", why, extra=told(client=session.program, pid=session.pid)
+            )
             self._server.clients.end(session)
 
     def _read(self) -> None:

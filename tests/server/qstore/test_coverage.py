@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -21,11 +23,15 @@ def report(captured: int, ring_full: int = 0, pending: int = 0) -> WorkerReport:
     )
 
 
-def check(summary: dict[str, object], captured: int, ring_full: int, pending: int) -> None:
+def told(accounts: Coverage) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(accounts.summary())
+    return plain
+
+
+def check(summary: dict[str, Any], captured: int, ring_full: int, pending: int) -> None:
     assert summary["captured"] == captured
     assert summary["pending"] == pending
     lost = summary["lost"]
-    assert isinstance(lost, dict)
     assert lost["ring_full"] == ring_full
     assert set(lost) == {reason.value for reason in LossReason}
     assert summary["computed"] == captured + pending + sum(lost.values())
@@ -55,9 +61,9 @@ def test_a_restarted_worker_starts_beside_its_old_account() -> None:
     accounts = Coverage()
     accounts.note(1, report(100, 5))
     accounts.note(1, report(3))
-    check(accounts.summary(), 103, 5, 0)
+    check(told(accounts), 103, 5, 0)
     accounts.note(1, report(4))
-    check(accounts.summary(), 104, 5, 0)
+    check(told(accounts), 104, 5, 0)
 
 
 def test_old_accounts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +71,7 @@ def test_old_accounts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     accounts = Coverage()
     for number in range(10):
         accounts.note(number, report(1, 1, 1))
-    check(accounts.summary(), 10, 10, 10)
+    check(told(accounts), 10, 10, 10)
     assert len(accounts._last) == 3
 
 
@@ -75,10 +81,10 @@ def test_ended_requests_add_up_and_the_last_are_told_one_by_one() -> None:
     counts = RequestCounts(whole=5, partial=1)
     accounts.note("w", msgspec.structs.replace(report(9, 1), requests=counts, recent=(one,)))
     accounts.note(2, msgspec.structs.replace(report(9), requests=RequestCounts(none=2)))
-    summary = accounts.summary()
+    summary = told(accounts)
     assert summary["requests"] == {"whole": 5, "partial": 1, "none": 2}
-    told = {"request_id": "r", "computed": 4, "captured": 3, "lost": {"ring_full": 1}}
-    assert summary["recent_requests"] == {"w": [told]}
+    shown = {"request_id": "r", "computed": 4, "captured": 3, "lost": {"ring_full": 1}}
+    assert summary["recent_requests"] == {"w": [shown]}
 
 
 def test_the_requests_of_a_few_workers_only_are_told_one_by_one() -> None:
@@ -86,5 +92,42 @@ def test_the_requests_of_a_few_workers_only_are_told_one_by_one() -> None:
     one = RequestCoverage(request_id="r", computed=1, captured=1, lost={})
     for number in range(coverage.RECENT_WORKERS + 3):
         accounts.note(number, msgspec.structs.replace(report(1), recent=(one,)))
-    told = accounts.summary()["recent_requests"]
-    assert set(told) == {str(number) for number in range(3, coverage.RECENT_WORKERS + 3)}
+    shown = told(accounts)["recent_requests"]
+    assert set(shown) == {str(number) for number in range(3, coverage.RECENT_WORKERS + 3)}
+
+
+@pytest.mark.parametrize(
+    "fallen",
+    [
+        {"captured": 5, "pending": 15},
+        {"lost": {LossReason.RING_FULL: 1, LossReason.PREEMPTED: 9}},
+        {"lost": {LossReason.PREEMPTED: 10}},
+        {"waited_ms": 499},
+        {"requests": RequestCounts(whole=1, partial=9)},
+        {"requests": RequestCounts(whole=9)},
+    ],
+)
+def test_no_sum_ever_falls_when_a_worker_starts_again(fallen: dict[str, Any]) -> None:
+    """Even if the new process has computed more, by its first report, than the old one had by its last."""
+    accounts = Coverage()
+    last = msgspec.structs.replace(
+        report(10, 2), waited_ms=500, requests=RequestCounts(whole=2, partial=1)
+    )
+    accounts.note(1, last)
+    before = accounts.summary()
+    grown = {"computed": 20, "captured": 18, "waited_ms": 600}
+    accounts.note(1, msgspec.structs.replace(last, **{**grown, **fallen}))
+    after = accounts.summary()
+    assert after.computed == before.computed + 20, "beside the old account, not in its place"
+    assert after.captured >= before.captured
+    assert after.waited_s >= before.waited_s
+    assert all(after.lost[reason] >= count for reason, count in before.lost.items())
+    assert after.requests.whole >= before.requests.whole
+    assert after.requests.partial >= before.requests.partial
+
+
+def test_what_engines_waited_adds_up() -> None:
+    accounts = Coverage()
+    accounts.note(1, msgspec.structs.replace(report(1), waited_ms=1500))
+    accounts.note(2, msgspec.structs.replace(report(1), waited_ms=250))
+    assert accounts.summary().waited_s == 1.75
