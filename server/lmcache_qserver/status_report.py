@@ -17,11 +17,7 @@ STATUS_VERSION = 1
 """Fields are added without a change of this; it grows when one goes, or changes its type, unit or meaning."""
 
 
-class _Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the report."""
-
-
-class ServerReport(_Report):
+class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The process."""
 
     release: Annotated[str, Meta(description="release of lmcache-qserver")]
@@ -38,7 +34,7 @@ class ServerReport(_Report):
     sessions: Annotated[int, Meta(description="clients that said hello")]
 
 
-class RingLayoutReport(_Report):
+class RingLayoutReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's ring, as registered."""
 
     num_layers: Annotated[int, Meta(description="attention layers of this rank")]
@@ -52,7 +48,7 @@ class RingLayoutReport(_Report):
     layout: Annotated[dict[str, Any], Meta(description="`Layout` of PROTOCOL.md")]
 
 
-class RingUseReport(_Report):
+class RingUseReport(msgspec.Struct, frozen=True, kw_only=True):
     """Use of rings, in ring blocks, by their workers' last reports."""
 
     blocks: Annotated[int, Meta(description="ring blocks in all")]
@@ -63,7 +59,7 @@ class RingUseReport(_Report):
     ]
 
 
-class InstanceReport(_Report):
+class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """A registered worker."""
 
     model_name: Annotated[str, Meta(description="as registered, without the feature's suffix")]
@@ -74,7 +70,7 @@ class InstanceReport(_Report):
     ]
 
 
-class ModelReport(_Report):
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored of one model, rank and layout."""
 
     model_name: Annotated[str, Meta(description="as in the keys, with the feature's suffix")]
@@ -88,7 +84,7 @@ class ModelReport(_Report):
     bytes: Annotated[int, Meta(description="bytes of both")]
 
 
-class TotalsReport(_Report):
+class TotalsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Stores since the start."""
 
     submitted_stores: Annotated[int, Meta(description="stores that passed the checks")]
@@ -113,7 +109,7 @@ class TotalsReport(_Report):
     ]
 
 
-class ReadsReport(_Report):
+class ReadsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Lookups and retrieves since the start; the keys of maps are operations."""
 
     hits: Annotated[dict[str, int], Meta(description="objects found")]
@@ -128,7 +124,7 @@ class ReadsReport(_Report):
     ]
 
 
-class LifecycleReport(_Report):
+class LifecycleReport(msgspec.Struct, frozen=True, kw_only=True):
     """Workers since the start."""
 
     registered: Annotated[
@@ -139,7 +135,7 @@ class LifecycleReport(_Report):
     ]
 
 
-class RequestsReport(_Report):
+class RequestsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Ended requests, by how much was captured of what they computed."""
 
     whole: Annotated[int, Meta(description="all of it")]
@@ -147,7 +143,7 @@ class RequestsReport(_Report):
     none: Annotated[int, Meta(description="nothing")]
 
 
-class RecentRequestReport(_Report):
+class RecentRequestReport(msgspec.Struct, frozen=True, kw_only=True):
     """One ended request, in tokens."""
 
     request_id: Annotated[str, Meta(description="the engine's id")]
@@ -158,7 +154,7 @@ class RecentRequestReport(_Report):
     ]
 
 
-class CoverageReport(_Report):
+class CoverageReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens as all workers account for them, those that have left too: computed = captured + lost + pending."""
 
     computed: Annotated[int, Meta(description="tokens whose queries were computed")]
@@ -182,7 +178,7 @@ class CoverageReport(_Report):
     ]
 
 
-class ChecksumsReport(_Report):
+class ChecksumsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Checksums of objects."""
 
     made: Annotated[int, Meta(description="checksums made since the start")]
@@ -191,7 +187,7 @@ class ChecksumsReport(_Report):
     waiting: Annotated[int, Meta(description="objects that wait for theirs")]
 
 
-class LeasesReport(_Report):
+class LeasesReport(msgspec.Struct, frozen=True, kw_only=True):
     """Leases of readers."""
 
     count: Annotated[int, Meta(description="leases that are held")]
@@ -201,7 +197,7 @@ class LeasesReport(_Report):
     cap_bytes_per_client: Annotated[int, Meta(description="what one reader may hold")]
 
 
-class PoolReport(_Report):
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory: free + reserved + committed + leased = capacity, to the byte."""
 
     capacity_bytes: Annotated[int, Meta(description="size of the pool")]
@@ -219,14 +215,14 @@ class PoolReport(_Report):
     evicted_bytes: Annotated[int, Meta(description="their bytes")]
 
 
-class LanesReport(_Report):
+class LanesReport(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that hang."""
 
     hung: Annotated[int, Meta(description="of registered workers")]
     stuck_after_release: Annotated[int, Meta(description="of workers that have gone")]
 
 
-class StoreReport(_Report):
+class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """All but the process."""
 
     registered_q_ids: Annotated[
@@ -248,7 +244,7 @@ class StoreReport(_Report):
     draining: Annotated[bool, Meta(description="no new stores and registrations are taken")]
 
 
-class StatusReport(StoreReport):
+class StatusReport(StoreReport, frozen=True, kw_only=True):
     """The body of `/status`."""
 
     version: Annotated[int, Meta(description=f"of this page's meaning: {STATUS_VERSION}")]

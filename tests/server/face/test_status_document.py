@@ -68,7 +68,7 @@ def walk(value: Any, kind: Any, served: dict[str, set[str]]) -> None:
             if name not in FREE_FORM:
                 walk(inner, hints.get(name), served)
         return
-    parts = getattr(kind, "__args__", ())
+    parts: tuple[Any, ...] = getattr(kind, "__args__", ())
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for inner in values:
         walk(inner, parts[-1], served)
