@@ -182,8 +182,12 @@ class ChecksumsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Checksums of objects."""
 
     made: Annotated[int, Meta(description="checksums made since the start")]
-    verified: Annotated[int, Meta(description="times that bytes agreed with theirs since the start")]
-    corrupt: Annotated[int, Meta(description="objects dropped since the start, because theirs did not")]
+    verified: Annotated[
+        int, Meta(description="times that bytes agreed with theirs since the start")
+    ]
+    corrupt: Annotated[
+        int, Meta(description="objects dropped since the start, because theirs did not")
+    ]
     waiting: Annotated[int, Meta(description="objects that wait for theirs")]
 
 

@@ -1,8 +1,9 @@
 """How late the event loop is: a timer looks when it is really woken.
 
-Whatever occupies the loop makes a timer late by as much, and every request that comes meanwhile. One look each
-`INTERVAL_S` costs some microseconds, and tells waits from about a millisecond on (the resolution of the loop's timers).
-A loop that stands still for long is seen once, with all of its time.
+Whatever occupies the loop makes a timer late by as much, and every request that comes meanwhile. A look costs some
+microseconds on a loop that is busy, and a wake-up on one that is idle (up to 2 ms on a virtual machine, hence not more
+often). It tells waits from about a millisecond on, the resolution of the loop's timers. A loop that stands still for
+long is seen once, with all of its time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.5
 
 
 class LoopLag:

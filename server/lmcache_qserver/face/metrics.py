@@ -113,7 +113,7 @@ def loop_lag_histogram(registry: CollectorRegistry) -> Histogram:
     """What `LoopLag` observes."""
     return Histogram(
         "lmcache_qserver_loop_lag_seconds",
-        "How late the event loop woke a timer, looked at ten times a second.",
+        "How late the event loop woke a timer, looked at twice a second.",
         buckets=LAG_BUCKETS_S,
         registry=registry,
     )
