@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lmcache_qprotocol.messages import WorkerReport
 from lmcache_qserver.cli import cli
 from lmcache_qserver.config import Config
 from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.testing.daemon import environment, running_daemon
+from tests.server.face.wire_session import wire_session
 
 
 def test_every_setting_has_an_option_and_an_environment_variable() -> None:
@@ -78,11 +80,29 @@ def test_status_of_a_running_daemon() -> None:
     with running_daemon() as daemon:
         result = CliRunner().invoke(cli, ["status", "--http-url", daemon.http_url])
         assert result.exit_code == 0, result.output
-        for title in ("server", "pool", "stores", "instances", "models", "coverage"):
+        for title in ("server", "pool", "stores", "instances", "models", "coverage", "rings"):
             assert re.search(rf"^{title} ", result.output, re.MULTILINE)
         assert daemon.url in result.output
         result = CliRunner().invoke(cli, ["status", "--http-url", daemon.http_url, "--json"])
         assert json.loads(result.output)["server"]["pid"] == daemon.pid
+
+
+def test_status_tells_of_full_rings_and_engines_that_waited() -> None:
+    with running_daemon(chunk_size=16) as daemon, wire_session(daemon) as session:
+        report = WorkerReport(
+            computed=0,
+            captured=0,
+            lost={},
+            pending=0,
+            ring_blocks=40,
+            ring_used=7,
+            ring_high_water=38,
+            waited_ms=2_340,
+        )
+        session.report(report)
+        result = CliRunner().invoke(cli, ["status", "--http-url", daemon.http_url])
+    assert "7 of 40 blocks in use, 95 % of the fullest one ever" in result.output
+    assert "engines waited 2.3 s" in result.output
 
 
 def test_status_without_a_daemon_exits_with_1_and_says_what_to_do() -> None:

@@ -52,6 +52,7 @@ def table(report: dict[str, Any]) -> str:
             *_instances(report["q_context_meta"]),
             *_models(report["models"]),
             *_coverage(report["coverage"]),
+            *_rings(report["rings"], report["coverage"]["waited_s"]),
         ]
     )
 
@@ -127,6 +128,18 @@ def _coverage(coverage: dict[str, Any]) -> Iterator[str]:
         f"({100 * coverage['captured'] / computed:.1f} %), {coverage['pending']} pending"
     )
     yield f"           lost: {_reasons(coverage['lost']) or 'none'}"
+
+
+def _rings(rings: dict[str, Any], waited_s: float) -> Iterator[str]:
+    if not rings["blocks"]:
+        yield "rings      no worker that is registered has reported"
+        return
+    yield (
+        f"rings      {rings['used']} of {rings['blocks']} blocks in use, "
+        f"{100 * rings['highest_ratio']:.0f} % of the fullest one ever"
+    )
+    if waited_s:
+        yield f"           engines waited {waited_s:.1f} s for ring blocks"
 
 
 def _section(title: str, head: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

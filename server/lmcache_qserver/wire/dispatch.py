@@ -35,7 +35,7 @@ from lmcache_qprotocol.errors import ErrorCode, ProtocolError, QServerError, Req
 from lmcache_qprotocol.limits import MAX_FRAMES, Limits
 from lmcache_qprotocol.messages import ReplyMeta
 from lmcache_qprotocol.operations import SILENCE, Operation
-from lmcache_qserver import log_fields
+from lmcache_qserver.log_fields import told
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
@@ -116,6 +116,9 @@ class Dispatcher:
         self._meta_frame = encode(ReplyMeta(boot_id))
         self._complaints = Complaints(log)
         self._silences = Complaints(log)
+        self._faults = {
+            name: Complaints(log, level=logging.ERROR) for name in (*handlers, UNDECODED)
+        }
         self._turns: asyncio.Queue[tuple[_Echo, Awaitable[Any]]] = asyncio.Queue()
         self._beside: set[asyncio.Future[Any]] = set()
         self._worker: asyncio.Task[None] | None = None
@@ -170,8 +173,8 @@ class Dispatcher:
             self._serve(echo, frames)
         except QServerError as error:
             self._fail(echo, error)
-        except Exception:
-            log.exception("a request failed", extra=_who(echo))
+        except Exception:  # noqa: BLE001 - logged there
+            self._note_fault(echo)
             self._fail(echo, INTERNAL)
 
     def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
@@ -263,10 +266,10 @@ class Dispatcher:
             if error is not None:
                 raise error
             self._answer(echo, result)
-        except QServerError as told:
-            self._fail(echo, told)
-        except Exception:
-            log.exception("a request failed", extra=_who(echo))
+        except QServerError as refusal:
+            self._fail(echo, refusal)
+        except Exception:  # noqa: BLE001 - logged there
+            self._note_fault(echo)
             self._fail(echo, INTERNAL)
 
     def _answer(self, echo: _Echo, result: Any) -> None:
@@ -290,6 +293,12 @@ class Dispatcher:
             self._counts.silenced += 1
             self._log_silence(client, error)
 
+    def _note_fault(self, echo: _Echo) -> None:
+        """Log the exception under way, which is the server's fault; a peer may provoke it again and again."""
+        session = echo.client.session
+        who = told(operation=echo.name, client=session.program, pid=session.pid)
+        self._faults[echo.name].say("a request failed", self._clock(), exc_info=True, extra=who)
+
     def _log_silence(self, client: Client, error: QServerError) -> None:
         if not client.silence_logged:
             client.silence_logged = True
@@ -298,12 +307,6 @@ class Dispatcher:
 
     def _count(self, echo: _Echo, code: str) -> None:
         self._counts.requests[echo.name, code] += 1
-
-
-def _who(echo: _Echo) -> dict[str, Any]:
-    """Fields of a log record."""
-    session = echo.client.session
-    return log_fields.told(operation=echo.name, client=session.program, pid=session.pid)
 
 
 def _operation(op_frame: bytes) -> Operation | None:

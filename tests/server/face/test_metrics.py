@@ -222,6 +222,10 @@ def test_hostile_names_add_no_series() -> None:
                 assert session.retrieve(tokens).chunks
                 session.client.ask("lookup_q", session.query(range(1000, 1000 + TOKENS)))
                 session.report(WorkerReport(computed=1, captured=0, lost={}, pending=1))
+                text = daemon.get("/metrics")
+                assert text.count("\n") == before[0], "while it is there"
+                assert "evil" not in text
+                assert "xxxx" not in text
         with BareClient(daemon.url) as client:
             client.send([b"\x01", b"\xa4evil"])
             client.send([b"\x01", b"\xcd\xff\xff"])

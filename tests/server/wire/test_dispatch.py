@@ -269,3 +269,20 @@ async def test_a_result_that_cannot_be_encoded_is_an_internal_error(bench: Bench
     bench.ask(bench.native(), "store_q", *STORE)
     await bench.dispatcher.finish()
     assert bench.code_of_last("store_q") is ErrorCode.INTERNAL
+
+
+async def test_a_fault_of_the_server_is_logged_once_in_a_while(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer that has found one can't flood the log, nor hide another operation's."""
+    bench.on("noop", boom)
+    bench.on("ping", boom)
+    client = bench.native()
+    for _ in range(100):
+        bench.ask(client, "noop")
+    bench.ask(client, "ping", None)
+    assert len(bench.sent) == 101, "each is answered"
+    assert bench.counts.requests["noop", "internal"] == 100
+    faults = [record for record in caplog.records if record.exc_info]
+    assert [record.__dict__["told"]["operation"] for record in faults] == ["noop", "ping"]
+    assert all(record.levelname == "ERROR" for record in faults)
