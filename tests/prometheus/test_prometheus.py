@@ -23,6 +23,7 @@ pytestmark = [
         reason="prometheus and promtool are not installed (Debian package prometheus)",
     ),
 ]
+ALERT_TESTS = Path(__file__).parent / "alerts_test.yml"
 SCRAPE_CONFIG = ALERTS.parent / "prometheus.yml"
 
 
@@ -61,6 +62,14 @@ def test_promtool_takes_the_configuration_and_the_alerts(tmp_path: Path) -> None
     assert promtool("check", "rules", str(broken))[0] != 0
 
 
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    names = set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+    assert set(re.findall(r"alertname: (\w+)", ALERT_TESTS.read_text())) == names
+    assert set(re.findall(r'alertname="(\w+)"', ALERT_TESTS.read_text())) == names
+    code, said = promtool("test", "rules", str(ALERT_TESTS))
+    assert (code, "SUCCESS" in said) == (0, True), said
+
+
 def test_a_real_prometheus_scrapes_a_daemon_at_work(tmp_path: Path) -> None:
     with (
         running_daemon(chunk_size=TOKENS) as daemon,
@@ -69,7 +78,7 @@ def test_a_real_prometheus_scrapes_a_daemon_at_work(tmp_path: Path) -> None:
     ):
         wait_until(lambda: prometheus.value("up") == 1, "the first scrape")
         place = 0
-        while (prometheus.value("count_over_time(up[1m])") or 0) < 10:
+        while (prometheus.value("count_over_time(up[1m])") or 0) < 6:
             place += 1
             tokens = range(place * TOKENS, (place + 1) * TOKENS)
             session.store(tokens, spoil=place % 3 == 0)
