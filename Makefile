@@ -21,7 +21,7 @@ endef
 .PHONY: help demo test test-prometheus test-vllm check bench clean
 
 help:  ## list the commands
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 demo: .venv-vllm/.ready  ## capture queries from a real model, edit them, draw what they show
 	$(ENGINE_ENV) .venv-vllm/bin/python -m demo
