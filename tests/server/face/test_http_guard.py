@@ -85,3 +85,16 @@ async def test_a_connection_that_is_over_leaves_nothing() -> None:
     await asyncio.sleep(0.03)
     assert not transport.aborted, "no timer is left behind"
     assert len(guard) == 0
+
+
+async def test_who_was_served_and_says_no_more_goes_too() -> None:
+    guard = HttpGuard(asyncio.get_running_loop(), head_s=1000.0, idle_s=0.01)
+    transport, inner = connect(guard)
+    guard.serving(transport)
+    guard.served(transport)
+    send(transport, 10)
+    for _ in range(1000):
+        if inner.ended:
+            break
+        await asyncio.sleep(0.01)
+    assert transport.aborted, "half a request more is none"
