@@ -19,8 +19,8 @@ from lmcache_qserver.testing.daemon import wait_until
 
 CONFIG = """
 global:
-  scrape_interval: 500ms
-  scrape_timeout: 500ms
+  scrape_interval: 1s
+  scrape_timeout: 1s
 rule_files: [{rules}]
 scrape_configs:
   - job_name: lmcache-qserver
@@ -58,7 +58,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(folder: Path, target_url: str, rules: Path) -> Iterator[Prometheus]:
-    """Scrapes `target_url`/metrics twice a second.
+    """Scrapes `target_url`/metrics every second.
 
     Args:
         folder: empty; its configuration, data and log go there.

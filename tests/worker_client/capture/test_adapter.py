@@ -342,12 +342,18 @@ def test_unhealthy_gives_the_blocks_straight_back(bench: Bench) -> None:
     assert bench.connection.link.sent == []
 
 
-def test_a_store_that_cannot_be_encoded_costs_its_chunk_only(bench: Bench) -> None:
+def test_a_store_that_cannot_be_encoded_costs_its_chunk_only(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.register()
-    bench.connection.link.refuse = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates")
+    bench.connection.link.refuse = UnicodeEncodeError(
+        "utf-8", "secret-salt\ud800", 11, 12, "surrogates"
+    )
     assert bench.submit() is None
     assert bench.free == 8
     assert bench.lost == {Loss.CAPTURE_DISABLED: 8}
+    assert "can't be encoded" in caplog.text
+    assert "secret" not in caplog.text, "the text may be a salt"
 
 
 # --- a server that is gone ------------------------------------------------------------------------

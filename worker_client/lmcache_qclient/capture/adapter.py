@@ -240,7 +240,9 @@ class QRingBufferAdapter:
         try:
             future = self.connection.link.submit(STORE_Q, payloads)
         except Exception as error:  # noqa: BLE001 - one request's odd key must not cost other requests theirs
-            self._log_refusal(LossReason.CAPTURE_DISABLED, f"a store can't be encoded: {error!r}")
+            # Not its repr: that of a UnicodeEncodeError shows all of the text, which may be a salt.
+            told = f"a store can't be encoded: {type(error).__name__}: {error}"
+            self._log_refusal(LossReason.CAPTURE_DISABLED, told)
             self._settle(chunk, LossReason.CAPTURE_DISABLED)
             return None
         sequence = next(self._sequence)
