@@ -186,7 +186,7 @@ def test_a_flipped_stamp_is_refused_counted_and_a_miss_with_that_reason(
     worker.settle("a")
     assert worker.account.lost[LossReason.STAMP_MISMATCH] == CHUNK
     assert worker.account.captured == 2 * CHUNK + 10
-    assert daemon.metrics()['lmcache_mp_store_chunks_total{outcome="stamp_mismatch"}'] == 1
+    assert daemon.metrics()['lmcache_mp_store_refused_chunks_total{reason="stamp_mismatch"}'] == 1
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         found = cache.retrieve(TOKENS)
     assert torch.equal(found.tensor, expected(CHUNK))
