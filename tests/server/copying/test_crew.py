@@ -133,13 +133,17 @@ def test_a_helper_is_taken_only_where_a_processor_is_left(monkeypatch: pytest.Mo
     crew = Crew(2, processors=2)
     entered, gate = threading.Event(), threading.Event()
     plain = crew_module._copy
-    helped: set[str] = set()
+    helped: list[object] = []
+    plainly_begin = crew_module._Helper.begin
+
+    def begin(helper: Any, work: Any) -> None:
+        helped.append(work)
+        plainly_begin(helper, work)
+
+    monkeypatch.setattr(crew_module._Helper, "begin", begin)
 
     def copy(target: Any, source: Any, segment: Segment) -> None:
-        name = threading.current_thread().name
-        if name.startswith("copy-helper"):
-            helped.add(name)
-        if name == "other lane":
+        if threading.current_thread().name == "other lane":
             entered.set()
             assert gate.wait(DEADLINE_S)
         plain(target, source, segment)
