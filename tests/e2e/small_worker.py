@@ -44,6 +44,7 @@ class SmallWorker:
 
     Args:
         layers: global numbers of the layers that it has.
+        heads, head_dim: of its queries; `queries` has to give such.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class SmallWorker:
         ring_blocks: int = 64,
         tails: bool = True,
         layers: Sequence[int] = range(LAYERS),
+        heads: int = HEADS,
+        head_dim: int = HEAD_DIM,
     ) -> None:
         self.account = Account()
         self.adapter = QRingBufferAdapter(
@@ -72,8 +75,12 @@ class SmallWorker:
         self.capture.setup_q_ring(
             caches(names),
             cache_config(group(FullAttentionSpec(BLOCK), names)),
-            vllm_config(heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK),
+            vllm_config(heads=heads, head_dim=head_dim, block_size=BLOCK),
         )
+
+    def queries(self, tokens: Sequence[int], positions: Sequence[int], layer: int) -> torch.Tensor:
+        """Q of a prompt's positions: float32 `[rows, heads, head_dim]`."""
+        return rows(positions, layer)
 
     def prefill(self, request_id: str, tokens: Sequence[int], cached: int = 0) -> None:
         """Compute a prompt in one step; its cache blocks are scattered, its rows come backwards.
@@ -95,7 +102,7 @@ class SmallWorker:
         order = list(reversed(range(cached, len(tokens))))
         slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in order])
         for layer, name in self.names.items():
-            self.capture.save_q_layer(name, rows(order, layer), slots)
+            self.capture.save_q_layer(name, self.queries(tokens, order, layer), slots)
 
     def finish_step(self) -> None:
         """The forward pass is over."""

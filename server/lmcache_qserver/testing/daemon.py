@@ -109,9 +109,13 @@ def log_path(folder: Path) -> Path:
     return folder / "daemon.log"
 
 
-def command(**settings: Any) -> list[str]:
-    """argv of `lmcache-qserver start` with these settings (names of `Config`)."""
-    argv = [sys.executable, "-m", "lmcache_qserver", "start"]
+def command(module: str = "lmcache_qserver", **settings: Any) -> list[str]:
+    """argv of `lmcache-qserver start` with these settings (names of `Config`).
+
+    Args:
+        module: what is run; a test may wrap the daemon's main in one of its own.
+    """
+    argv = [sys.executable, "-m", module, "start"]
     for name, value in settings.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
@@ -137,9 +141,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start_daemon(
-    folder: Path, env: dict[str, str] | None = None, **overrides: Any
+    folder: Path,
+    env: dict[str, str] | None = None,
+    module: str = "lmcache_qserver",
+    **overrides: Any,
 ) -> RunningDaemon:
     """Start a daemon and wait until it is ready; the caller stops it.
+
+    Args:
+        module: see `command`.
 
     Raises:
         AssertionError: it ended, or was not ready in time; its log is in the message.
@@ -154,7 +164,10 @@ def start_daemon(
     began = time.monotonic()
     with log_path(folder).open("wb") as output:
         process = subprocess.Popen(
-            command(**settings), env=environment(**(env or {})), stdout=output, stderr=output
+            command(module, **settings),
+            env=environment(**(env or {})),
+            stdout=output,
+            stderr=output,
         )
     try:
         wait_until(lambda: ready.exists() or process.poll() is not None, "the daemon is ready")

@@ -22,6 +22,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 NOBLOCK = int(zmq.NOBLOCK)
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
+LOOK_S = 0.1
+"""Between two looks at whether the server lives, for who waits for its answer."""
 
 _reply_meta = msgspec.msgpack.Decoder(ReplyMeta)
 
@@ -147,20 +150,36 @@ class RequestLink:
         return future
 
     def call(
-        self, operation: Operation, payloads: Sequence[Any] = (), timeout_s: float = 10.0
+        self,
+        operation: Operation,
+        payloads: Sequence[Any] = (),
+        timeout_s: float = 10.0,
+        is_alive: Callable[[], bool] = lambda: True,
     ) -> Any:
         """Send a request and wait for the result.
 
+        Args:
+            is_alive: asked now and then; once it is false, nobody will answer any more, and the wait ends.
+
         Raises:
             RequestError: the server can't serve it.
-            ConnectionError: no answer in time, or the link is closed, full, or was reset meanwhile.
+            ConnectionError: no answer in time, or the server is dead, or the link is closed, full, or was reset
+                meanwhile.
         """
         future = self.submit(operation, payloads)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            if not self.forget(future):
-                return future.result()  # the reply has come in this very moment
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return future.result(min(left, LOOK_S))
+            except concurrent.futures.TimeoutError:
+                if not is_alive():
+                    break
+        if not self.forget(future):
+            return future.result()  # the reply has come in this very moment
+        if left > 0:
+            raise ConnectionError(
+                f"the server at {self.url} died before it answered {operation.name}"
+            )
         raise ConnectionError(
             f"no answer from {self.url} to {operation.name} within {timeout_s:g} s: "
             "start the server with `lmcache-qserver start`, or check its address (--url)"
