@@ -1,7 +1,7 @@
 """One server, and who works with it; they stay from run to run, as far as they survive.
 
     worker, reader     processes, to be hit
-    witness            a worker in this process: writes the same prompts beside the worker, and shows that the server works
+    witness            a worker in this process: writes the same prompts beside the worker; shows that the server works
     audit              a reader in this process: looks at every object
 
 Checks after every run, in `Stage.check`: see docs/faults.md.

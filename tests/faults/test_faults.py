@@ -1,4 +1,4 @@
-"""Workers, readers and servers are killed and stopped at random points of stores and retrieves; docs/faults.md tells more."""
+"""Workers, readers and servers are killed and stopped at random points of stores and retrieves; see docs/faults.md."""
 
 from __future__ import annotations
 

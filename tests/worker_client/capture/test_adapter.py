@@ -54,10 +54,18 @@ class FakeLink:
         self.sent: list[tuple[Operation, Any]] = []
         self.futures: list[ReplyFuture] = []
         self.answer: Exception | None = None
+        self.is_alive: Callable[[], bool] = lambda: True
         self.refuse: Exception | None = None
 
-    def call(self, operation: Operation, payloads: Any, timeout_s: float) -> None:
+    def call(
+        self,
+        operation: Operation,
+        payloads: Any,
+        timeout_s: float,
+        is_alive: Callable[[], bool],
+    ) -> None:
         self.calls.append((operation, payloads, timeout_s))
+        assert is_alive == self.is_alive, "who waits for an answer learns that the server has died"
         if self.answer is not None:
             raise self.answer
 
@@ -91,6 +99,10 @@ class FakeConnection:
         self.lifeline: FakeLifeline | None = FakeLifeline()
         self.hello = hello()
         self.closed = False
+        self.link.is_alive = self.is_alive
+
+    def is_alive(self) -> bool:
+        return self.lifeline is None or self.lifeline.is_open()
 
     def close(self) -> None:
         self.closed = True

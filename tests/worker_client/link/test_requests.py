@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -73,6 +74,32 @@ def test_silence_is_a_connection_error_that_says_what_to_do(
         link.call(NOOP, timeout_s=0.05)
     assert server.url in str(caught.value)
     assert link.outstanding == 0
+
+
+def test_nobody_waits_for_a_server_that_is_known_to_be_dead(
+    link: RequestLink, server: FakeServer
+) -> None:
+    server.answers["noop"] = silent
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="died before it answered noop"):
+        link.call(NOOP, timeout_s=60.0, is_alive=lambda: False)
+    assert time.monotonic() - began < 10.0
+    assert link.outstanding == 0
+
+
+def test_a_server_that_lives_may_take_its_time(link: RequestLink, server: FakeServer) -> None:
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            server.release_held()
+        return True
+
+    server.holding = True
+    assert link.call(GET_CHUNK_SIZE, timeout_s=60.0, is_alive=look) == 256
+    assert looks >= 2
 
 
 def test_a_late_reply_is_dropped(link: RequestLink, server: FakeServer) -> None:

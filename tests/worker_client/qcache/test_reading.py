@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,21 @@ def test_a_lost_answer_costs_one_renewal_and_drops_its_lease(
     assert former is not None
     assert not former.is_open()
     assert sum(name == "hello" for name, _ in store.server.requests) == 2
+
+
+def test_a_server_that_dies_is_not_waited_for(session: Session, store: Store) -> None:
+    """Its lifeline tells; the time-out of an answer is for servers that hang."""
+    session._timeout_s = 60.0
+
+    def die(request: Request) -> Any:
+        store.server.answers["lookup_q"] = answer
+        store.server.hang_up()
+        raise Silence
+
+    answer, store.server.answers["lookup_q"] = store.server.answers["lookup_q"], die
+    began = time.monotonic()
+    assert session.run(lambda: find(session, WANTED)).num_tokens == WANTED.num_tokens
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_session_that_the_server_has_forgotten_is_renewed(session: Session, store: Store) -> None:

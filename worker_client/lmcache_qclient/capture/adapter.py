@@ -175,7 +175,8 @@ class QRingBufferAdapter:
             (),
             description,
         )
-        self.connection.link.call(REGISTER_Q_CACHE, payloads, self._timeout_s)
+        connection = self.connection
+        connection.link.call(REGISTER_Q_CACHE, payloads, self._timeout_s, connection.is_alive)
 
     def reregister_q_ring(self) -> None:
         """Register the same ring again, after the server came back; nothing if no ring was ever built.
@@ -200,9 +201,8 @@ class QRingBufferAdapter:
         if self._registration is not None:
             try:
                 payloads = (self.instance_id, self._report)
-                self.connection.link.call(
-                    UNREGISTER_Q_CACHE, payloads, min(deadline_s, self._timeout_s)
-                )
+                timeout_s, is_alive = min(deadline_s, self._timeout_s), self.connection.is_alive
+                self.connection.link.call(UNREGISTER_Q_CACHE, payloads, timeout_s, is_alive)
             except Exception as error:  # noqa: BLE001 - shutting down goes on whatever the server does
                 logger.warning("could not unregister the query ring, shutdown goes on: %s", error)
         self._registration = None

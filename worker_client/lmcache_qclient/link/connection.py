@@ -63,6 +63,10 @@ class Connection:
         """Of the server's ZeroMQ endpoint."""
         return self.link.url
 
+    def is_alive(self) -> bool:
+        """Whether the server is not known to be dead; without a lifeline nothing tells."""
+        return self.lifeline is None or self.lifeline.is_open()
+
     def renew(self, timeout_s: float = 10.0) -> HelloReply:
         """Start over: new socket, new session, new lifeline. What was outstanding fails with ConnectionError.
 

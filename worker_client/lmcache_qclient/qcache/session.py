@@ -62,7 +62,8 @@ class Session:
 
     def ask(self, operation: Operation, payloads: tuple[Any, ...]) -> Any:
         """One request; only inside `run`. Raises as `RequestLink.call`, at once when the server dies."""
-        return self.connection.link.call(operation, payloads, self._timeout_s, self._is_alive)
+        connection = self.connection
+        return connection.link.call(operation, payloads, self._timeout_s, connection.is_alive)
 
     def tell(self, operation: Operation, payloads: tuple[Any, ...]) -> None:
         """One request whose answer nobody waits for; only inside `run`. Its failure is of no concern."""
@@ -109,13 +110,8 @@ class Session:
             self._pool = None
             self.connection.close()
 
-    def _is_alive(self) -> bool:
-        """Not known to be dead: without a lifeline nothing tells."""
-        lifeline = self.connection.lifeline
-        return lifeline is None or lifeline.is_open()
-
     def _is_stale(self) -> bool:
-        return self._broken or not self._is_alive()
+        return self._broken or not self.connection.is_alive()
 
     def _renew(self) -> None:
         self._broken = True
