@@ -1,4 +1,4 @@
-"""`python -m tests.faults [COUNT] [SEED]`: a campaign, and tables of what was hit and what was left."""
+"""`python -m tests.faults [COUNT] [SEED] [FIRST]`: a campaign, and tables of what was hit and what was left."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def report(totals: Totals) -> str:
 def main() -> None:
     """Run and print."""
     logging.disable(logging.CRITICAL)
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    print(report(run_campaign(count, seed)))
+    count, seed, first = (*map(int, sys.argv[1:4]), *(200, 0, 0)[len(sys.argv) - 1 :])
+    print(report(run_campaign(count, seed, first)))
 
 
 if __name__ == "__main__":

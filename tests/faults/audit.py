@@ -84,7 +84,7 @@ class Audit:
 
     def _query(self, tokens: Sequence[int]) -> ChunkQuery:
         hashes = chunk_hashes(tokens, CHUNK)
-        partials = ()
+        partials: tuple[PartialChunk, ...] = ()
         if tail := tuple(tokens[len(hashes) * CHUNK :]):
             parent = hashes[-1] if hashes else root_hash()
             partials = (PartialChunk(index=len(hashes), parent_hash=parent, tokens=tail),)

@@ -53,8 +53,8 @@ class Totals:
         return 1 - idle / max(self.runs, 1)
 
 
-def run_campaign(count: int, seed: int) -> Totals:
-    """Runs 0 to `count` of a seed.
+def run_campaign(count: int, seed: int, first: int = 0) -> Totals:
+    """`count` runs of a seed, from number `first` on.
 
     Raises:
         AssertionError: one of them did not hold; its scenario is in the message.
@@ -62,7 +62,7 @@ def run_campaign(count: int, seed: int) -> Totals:
     totals, began = Totals(), time.monotonic()
     stages: dict[bool, Stage] = {}
     with tempfile.TemporaryDirectory(prefix="qserver-faults-") as folder:
-        for number in range(count):
+        for number in range(first, first + count):
             scenario = draw(seed, number)
             is_long = scenario.fault is Fault.LONG_PAUSE
             if is_long not in stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from lmcache_qserver.copying.crew import Bytes, Crew, Segment
+from lmcache_qserver.copying.crew import Behind, Bytes, Crew, Segment
 from tests.faults.page import Page
 
 
@@ -20,14 +20,20 @@ class PacedCrew(Crew):
         super().__init__(helpers, processors)
         self._page = page
 
-    def copy(self, target: Bytes, source: Bytes, segments: Sequence[Segment]) -> None:
+    def copy(
+        self,
+        target: Bytes,
+        source: Bytes,
+        segments: Sequence[Segment],
+        behind: Behind | None = None,
+    ) -> None:
         self._page.begin_copy()
         try:
             halves = [half for segment in segments for half in _cut_in_two(segment)]
             middle = len(halves) // 2
-            super().copy(target, source, halves[:middle])
+            super().copy(target, source, halves[:middle], behind)
             time.sleep(self._page.pause_s)
-            super().copy(target, source, halves[middle:])
+            super().copy(target, source, halves[middle:], behind)
         finally:
             self._page.end_copy()
 

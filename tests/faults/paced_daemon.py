@@ -19,11 +19,11 @@ LEASE_SCAN_S = 0.1
 def prepare() -> None:
     """Change what is changed here, before the daemon is built."""
     from lmcache_qserver import daemon
-    from tests.faults.page import Page
     from tests.faults.paced_crew import PacedCrew
+    from tests.faults.page import Page
 
     page = Page(Path(os.environ[PAGE]))
-    daemon.Crew = partial(PacedCrew, page=page)  # type: ignore[assignment, misc]  # all that is not as in real life
+    setattr(daemon, "Crew", partial(PacedCrew, page=page))  # noqa: B010 - a name that the module only uses
     daemon.LEASE_SCAN_S = LEASE_SCAN_S
 
 

@@ -16,6 +16,8 @@ from tests.faults.stage import RELEASE_S, Stage
 from tests.faults.worker import WorkerState
 
 POLL_S = 0.0002
+MOMENT_S = 0.05
+"""Moments may pass unseen: then the victim is idle, and counted so."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +100,18 @@ class Run:
             stage.witness.submit(self.twin_id, self.written)
 
     def _wait_for_the_moment(self) -> None:
-        reached = {
-            Moment.ANY: lambda: True,
-            Moment.COMPUTING: lambda: self.worker.page.phase is Phase.COMPUTING,
-            Moment.STORING: lambda: self.stage.server_page.copies_under_way > 0,
-            Moment.READING: lambda: self.reader.page.phase is Phase.COPYING,
-        }[self.scenario.moment]
-        deadline = (
-            time.monotonic() + 0.05
-        )  # it may have passed: then the victim is idle, and counted so
-        while not reached() and time.monotonic() < deadline:
+        deadline = time.monotonic() + MOMENT_S
+        while not self._is_the_moment() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         time.sleep(self.scenario.delay_s)
+
+    def _is_the_moment(self) -> bool:
+        moment = self.scenario.moment
+        if moment is Moment.COMPUTING:
+            return self.worker.page.phase is Phase.COMPUTING
+        if moment is Moment.STORING:
+            return self.stage.server_page.copies_under_way > 0
+        return moment is Moment.ANY or self.reader.page.phase is Phase.COPYING
 
     def _strike(self) -> str:
         """Send the signals; what the victim was at."""
