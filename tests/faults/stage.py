@@ -10,6 +10,7 @@ Checks after every run, in `Stage.check`: see docs/faults.md.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_qprotocol.reasons import MissReason
-from lmcache_qserver.testing.daemon import RunningDaemon, start_daemon, stop_daemon, wait_until
+from lmcache_qserver.testing.daemon import (
+    RunningDaemon,
+    environment,
+    start_daemon,
+    stop_daemon,
+    wait_until,
+)
 from tests.faults import reader, worker
 from tests.faults.actor import Actor
 from tests.faults.audit import Audit, Presence
@@ -86,7 +93,10 @@ class Stage:
         (self.folder / "ready.json").unlink(missing_ok=True)
         return start_daemon(
             self.folder,
-            env={PAGE: str(self.folder / "server.page"), "PYTHONPATH": str(ROOT)},
+            env={
+                PAGE: str(self.folder / "server.page"),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]]),
+            },
             module="tests.faults.paced_daemon",
             chunk_size=CHUNK,
             pool_bytes=POOL_BYTES,
