@@ -53,7 +53,9 @@ LEASE_SCAN_S = 5.0
 CLIENT_SCAN_S = 30.0
 MIN_REAP_SCAN_S = 0.05
 CLOSE_S = 5.0
-"""How long closing waits for lanes after the drain is over."""
+"""How long closing waits for lanes when all stores have ended."""
+CUT_SHORT_CLOSE_S = 0.2
+"""And when they have not: who has waited for the deadline, or not at all, waits no more for a copy that hangs."""
 
 
 class StartError(Exception):
@@ -79,6 +81,8 @@ class Daemon:
         self._clock = time.monotonic
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._drained = True
+        """No store is under way that somebody may be waiting for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._build()
 
@@ -298,28 +302,33 @@ class Daemon:
         again = asyncio.create_task(self._stop_now.wait())
         timeout_s = self._config.drain_timeout_s
         await asyncio.wait({ended, again}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
+        self._drained = ended.done() and ended.result()
+        if not self._drained:
             log.warning("stopping before all stores have ended")
         for task in (ended, again):
             task.cancel()
         await asyncio.wait({ended, again})
 
-    async def _end_work(self) -> None:
-        await self._module.drain(self._config.drain_timeout_s)
+    async def _end_work(self) -> bool:
+        """Whether all has ended, and been answered."""
+        drained = await self._module.drain(self._config.drain_timeout_s)
         await self._dispatcher.finish()
+        return drained
 
     async def _close(self) -> None:
+        """Answers go out before lifelines hang up: a client takes what is not answered by then as failed."""
         self._lag.stop()
-        self._lifeline.close()
         if self._state.bound:
             await self._dispatcher.stop()
         self._main_loop.close()
+        self._lifeline.close()
         await self._http.close()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._module.close(), CLOSE_S)
+            timeout_s = CLOSE_S if self._drained else CUT_SHORT_CLOSE_S
+            await asyncio.wait_for(self._module.close(), timeout_s)
         self._crew.close()
         self._populating.stop()
         self._memory.close()

@@ -10,7 +10,6 @@ Checks after every run, in `Stage.check`: see docs/faults.md.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from typing import Any
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.testing.daemon import (
     RunningDaemon,
-    environment,
-    start_daemon,
     stop_daemon,
     wait_until,
 )
@@ -29,11 +26,10 @@ from tests.faults import reader, worker
 from tests.faults.actor import Actor
 from tests.faults.audit import Audit, Presence
 from tests.faults.footprint import Footprint, footprint, shared_memory_names
-from tests.faults.paced_daemon import PAGE
+from tests.faults.paced import start_paced_daemon
 from tests.faults.page import Page
 from tests.faults.pattern import CHUNK
 
-ROOT = Path(__file__).parents[2]
 POOL_BYTES = 16 << 20
 RELEASE_S = 1.0
 """The announced bound: a dead client's instance and leases are gone."""
@@ -91,14 +87,8 @@ class Stage:
         self.server_page.clear()
         patience = self.patience
         (self.folder / "ready.json").unlink(missing_ok=True)
-        return start_daemon(
+        return start_paced_daemon(
             self.folder,
-            env={
-                PAGE: str(self.folder / "server.page"),
-                "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]]),
-            },
-            module="tests.faults.paced_daemon",
-            chunk_size=CHUNK,
             pool_bytes=POOL_BYTES,
             reap_timeout_s=patience.reap_timeout_s,
             registration_grace_s=10 * patience.reap_timeout_s,

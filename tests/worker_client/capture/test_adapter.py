@@ -325,6 +325,20 @@ def test_an_answer_gives_the_blocks_back_at_once_and_counts(
     assert bench.adapter.reclaim_finished_q_stores() == 0
 
 
+def test_a_server_that_does_not_know_us_is_pinged_at_once(bench: Bench) -> None:
+    """The ping is answered with false, and the heartbeat registers again: not only when the next ping is due."""
+    bench.register()
+    for error in (RequestError(ErrorCode.BUSY, "later"), ConnectionError("gone")):
+        bench.submit()
+        bench.connection.link.futures[-1].set_exception(error)
+    bench.adapter.reclaim_finished_q_stores()
+    assert bench.heartbeat.asked == 0
+    bench.submit()
+    bench.connection.link.futures[-1].set_exception(RequestError(ErrorCode.UNKNOWN_INSTANCE, "?"))
+    bench.adapter.reclaim_finished_q_stores()
+    assert bench.heartbeat.asked == 1
+
+
 def test_stores_end_in_any_order(bench: Bench) -> None:
     bench.register()
     for _ in range(3):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_qclient.link import health
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.link.health import Heartbeat
 from lmcache_qprotocol.messages import HelloReply
@@ -234,3 +235,17 @@ def test_a_forked_child_is_unhealthy(rig: Rig) -> None:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert rig.heartbeat.healthy
+
+
+def test_an_answer_that_the_hang_up_overtakes_is_not_lost(
+    connection: Connection, server: FakeServer, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that stops answers first and hangs up then; the two come over different sockets."""
+    monkeypatch.setattr(health, "ARRIVE_S", 10.0)
+    server.holding = True
+    future = connection.link.submit(GET_CHUNK_SIZE)
+    wait_until(lambda: len(server.held) == 1)
+    server.hang_up()
+    wait_until(lambda: not rig.heartbeat.healthy)
+    server.release_held()
+    assert future.result(10) == 256

@@ -261,6 +261,8 @@ class QRingBufferAdapter:
             end = verdict(item.future)
             if end.reason is not None:
                 self._log_refusal(end.reason, end.message)
+            if end.stranger:
+                self._heartbeat.beat_now()  # it learns the same, and registers again
             if end.copy_over:
                 self._settle(item.chunk, end.reason)
             else:

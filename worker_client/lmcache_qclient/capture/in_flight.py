@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.link.requests import ReplyFuture
-from lmcache_qprotocol.errors import QServerError
+from lmcache_qprotocol.errors import ErrorCode, QServerError
 from lmcache_qprotocol.messages import StoreResult
 from lmcache_qprotocol.reasons import LossReason
 
@@ -35,11 +35,13 @@ class Verdict:
         reason: None when the chunk is stored (or was before).
         copy_over: whether the server has said that it is done with the blocks.
         message: for the log.
+        stranger: the server does not know our ring (any more).
     """
 
     reason: LossReason | None
     copy_over: bool
     message: str = ""
+    stranger: bool = False
 
 
 def verdict(future: Future[StoreResult]) -> Verdict:
@@ -52,7 +54,8 @@ def verdict(future: Future[StoreResult]) -> Verdict:
     if error is None:
         return _answered(future.result())
     if isinstance(error, QServerError):
-        return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=True, message=str(error))
+        stranger = error.code is ErrorCode.UNKNOWN_INSTANCE
+        return Verdict(LossReason.SERVER_UNAVAILABLE, True, str(error), stranger)
     never_sent = isinstance(future, ReplyFuture) and not future.uid
     return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=never_sent, message=str(error))
 

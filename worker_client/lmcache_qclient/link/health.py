@@ -3,7 +3,8 @@
 One daemon thread. It sleeps in one `poll` over the lifeline (hang-up), its wake (a ping's answer, another boot id,
 `beat_now`, `stop`) and the time that `Pulse` says. What makes the server lost: the lifeline's hang-up; a ping without
 an answer in time; a ping that fails; a boot id other than the greeting's. Then, in this order: `healthy` turns False,
-all outstanding requests fail, `on_lost` is called, and the connection is renewed until that and `on_restored` succeed.
+answers that have been sent are taken, all requests that are still outstanding fail, `on_lost` is called, and the
+connection is renewed until that and `on_restored` succeed.
 
 `healthy` is False while `on_restored` runs, and turns True after it. No exception of a callback ends the thread.
 """
@@ -27,6 +28,8 @@ from lmcache_qprotocol.operations import PING
 
 logger = logging.getLogger(__name__)
 
+ARRIVE_S = 0.05
+"""So long answers may come that were sent before the lifeline hung up: it overtakes them."""
 JOIN_SLACK_S = 1.0
 
 
@@ -209,8 +212,15 @@ class Heartbeat:
         else:
             self._return()
 
+    def _let_answers_arrive(self) -> None:
+        """What the server answered before it went may be on its way through this process: it is not lost."""
+        deadline = time.monotonic() + ARRIVE_S
+        while self._connection.link.outstanding and time.monotonic() < deadline:
+            time.sleep(ARRIVE_S / 20)
+
     def _lose(self, cause: str) -> None:
         self._healthy = False
+        self._let_answers_arrive()
         self._pulse.lost(time.monotonic())
         self._first_failure = True
         url = self._connection.url
