@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections import Counter
@@ -61,7 +62,8 @@ def run_campaign(count: int, seed: int, first: int = 0) -> Totals:
     """
     totals, began = Totals(), time.monotonic()
     stages: dict[bool, Stage] = {}
-    with tempfile.TemporaryDirectory(prefix="qserver-faults-") as folder:
+    with contextlib.ExitStack() as cleanup:
+        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="qserver-faults-"))
         for number in range(first, first + count):
             scenario = draw(seed, number)
             is_long = scenario.fault is Fault.LONG_PAUSE
@@ -69,6 +71,8 @@ def run_campaign(count: int, seed: int, first: int = 0) -> Totals:
                 place = Path(folder) / ("impatient" if is_long else "patient")
                 place.mkdir()
                 stages[is_long] = Stage(place, IMPATIENT if is_long else Patience())
+                cleanup.callback(stages[is_long].abandon)
+                stages[is_long].open()
             _play(stages[is_long], scenario, totals, seed)
         for stage in stages.values():
             stage.check_everything()

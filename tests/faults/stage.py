@@ -67,24 +67,39 @@ class Stage:
         """Prompts of which something may be stored, by this server."""
         self.readable: deque[list[int]] = deque(maxlen=RECENT)
         """Prompts of which something was."""
-        self.daemon = self._start_daemon()
-        self.witness = worker.FaultWorker(self.daemon.url, "witness", patience.reply_timeout_s)
-        self.witness.store("first", self.new_tokens(2 * CHUNK))
-        self.audit = self._open_audit()
+        self.daemon: RunningDaemon
         self.worker: Actor | None = None
         self.reader: Actor | None = None
         self.worker_id = "worker-0"
-        self.boots = 1
+        self.boots = 0
+
+    def open(self) -> None:
+        """Start the server, and let everybody come; then `close`, or `abandon` if something fails on the way."""
+        self.daemon = self._start_daemon()
+        self.witness = worker.FaultWorker(self.daemon.url, "witness", self.patience.reply_timeout_s)
+        self.witness.store("first", self.new_tokens(2 * CHUNK))
+        self.audit = self._open_audit()
         self._alone = self._measure()
         self.raise_worker()
         self._with_worker = self._measure()
         self.raise_reader()
         self._with_both = self._measure()
 
+    def abandon(self) -> None:
+        """Kill what still runs. Idempotent."""
+        for actor in (self.worker, self.reader):
+            if actor is not None and actor.process.exitcode is None:
+                actor.process.kill()
+                actor.process.join()
+        if self.boots and self.daemon.process.poll() is None:
+            self.daemon.process.kill()
+            self.daemon.process.wait()
+
     # --- who is there -------------------------------------------------------------------------------------------
 
     def _start_daemon(self, **addresses: Any) -> RunningDaemon:
         self.server_page.clear()
+        self.boots += 1
         patience = self.patience
         (self.folder / "ready.json").unlink(missing_ok=True)
         return start_paced_daemon(
@@ -156,7 +171,6 @@ class Stage:
         self.known.clear()
         self.readable.clear()
         self.daemon = self._start_daemon(url=former.url, http_port=port)
-        self.boots += 1
         assert self.daemon.boot_id != former.boot_id
         self.audit = self._open_audit()
 
@@ -165,6 +179,7 @@ class Stage:
         for actor in (self.worker, self.reader):
             if actor is not None:
                 actor.close()
+        self.worker = self.reader = None
         self.audit.close()
         self.witness.capture.shutdown()
         assert stop_daemon(self.daemon) == 0, self.daemon.log()
