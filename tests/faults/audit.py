@@ -65,6 +65,11 @@ class Audit:
         self._lifeline.socket.close()
         self._pool.close()
 
+    def lease(self, tokens: Sequence[int]) -> tuple[StoredChunk, ...]:
+        """Lease what is there, and keep it."""
+        reply: RetrieveReply = self._client.ask("retrieve_q", self._query(tokens)).result
+        return reply.chunks
+
     def look(self, tokens: Sequence[int]) -> Presence:
         """Lease what is there, compare it, give it back.
 

@@ -26,6 +26,13 @@ def test_the_documentation_is_up_to_date() -> None:
     )
 
 
+def test_how_long_silence_leases_and_stopping_may_last() -> None:
+    """What operators and LMCache's users count on."""
+    config = Config()
+    assert (config.reap_timeout_s, config.registration_grace_s) == (120.0, 3600.0)
+    assert (config.lease_timeout_s, config.eviction) == (60.0, "lru")
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
