@@ -178,6 +178,11 @@ async def test_a_replacement_waits_until_the_old_lane_is_drained(world: World) -
     await until(
         lambda: getattr(world.module.registry.get(1), "description", None) == new.description
     )
+    replacement = world.module.registry.get(1)
+    assert replacement is not None
+    await replacement.lane.run(lambda: None, timeout_s=20.0)  # behind the opening, if that has been asked for
+    with pytest.raises(ValueError, match="not open"):
+        _ = replacement.ring.rows
     assert not replacing.done()
     code = await refusal(world, new.description, new.offer())
     assert code is ErrorCode.INSTANCE_BUSY, "a registration under way is not overtaken"
