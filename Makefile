@@ -18,7 +18,7 @@ $(1)/bin/python -m pip install --progress-bar off --constraint constraints.txt $
 	|| { grep -v '^WARNING' $(1)/pip.log >&2; exit 1; }
 endef
 
-.PHONY: help demo test test-prometheus test-vllm check bench clean
+.PHONY: help demo test test-faults test-prometheus test-vllm check bench clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -28,6 +28,9 @@ demo: .venv-vllm/.ready  ## capture queries from a real model, edit them, draw w
 
 test: .venv/.ready  ## all tests that need no engine
 	.venv/bin/python -m pytest
+
+test-faults: .venv/.ready  ## kill and stop workers, readers and servers at random, 200 times
+	.venv/bin/python -m pytest -m faults
 
 # Skipped, and said so, where the Debian package prometheus is not installed.
 test-prometheus: .venv/.ready  ## tests against a real Prometheus

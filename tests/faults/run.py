@@ -82,7 +82,6 @@ class Run:
             outcome = self._without_the_reader(under_way)
         else:
             outcome = self._on_another_server(under_way)
-        self._check_clean()
         self.stage.remember(self.written, outcome.stored != "none")
         self.stage.look(self.read)
         self.stage.check_service()
@@ -264,13 +263,10 @@ class Run:
         assert reading.tokens == len(self.read) or reading.reasons, reading
 
     def _stored(self, must_be: str = "") -> str:
-        """How much of the prompt is there, all of it right."""
+        """How much of the prompt is there, all of it right; by then nothing is left of who died in the middle."""
+        self.stage.wait_until_clean(RELEASE_S)
         presence: Presence = self.stage.look(self.written)
         there = "part" if presence.present else "none"
         there = there if presence.missing else "all"
         assert not must_be or there == must_be, presence
         return there
-
-    def _check_clean(self) -> None:
-        """When nothing is under way any more, nothing is left within a second, either."""
-        self.stage.wait_until_clean(RELEASE_S)

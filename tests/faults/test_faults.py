@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults.__main__ import report
 from tests.faults.campaign import run_campaign
 from tests.faults.scenario import Fault, Victim
@@ -11,6 +13,7 @@ LEAST_HIT_SHARE = 0.6
 """Signals that meet nothing prove little. On an idle machine more than four of five meet something."""
 
 
+@pytest.mark.faults
 def test_every_object_is_right_or_absent_and_nothing_is_left() -> None:
     totals = run_campaign(RUNS, seed=4)
     print(report(totals))

@@ -180,7 +180,9 @@ async def test_a_replacement_waits_until_the_old_lane_is_drained(world: World) -
     )
     replacement = world.module.registry.get(1)
     assert replacement is not None
-    await replacement.lane.run(lambda: None, timeout_s=20.0)  # behind the opening, if that has been asked for
+    await replacement.lane.run(
+        lambda: None, timeout_s=20.0
+    )  # behind the opening, if that has been asked for
     with pytest.raises(ValueError, match="not open"):
         _ = replacement.ring.rows
     assert not replacing.done()
