@@ -22,6 +22,7 @@ from lmcache_qprotocol.limits import (
     MAX_ITEMS,
     MAX_LAYERS,
     MAX_NAME_CHARS,
+    MAX_OPAQUE,
     MAX_PARTIALS,
     MAX_RECENT_REQUESTS,
     MAX_TOKENS,
@@ -44,9 +45,9 @@ TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
 Items = Annotated[tuple[ItemIdentity, ...], Meta(max_length=MAX_ITEMS)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Token16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
-OpaqueMap = dict[str, msgspec.Raw]
-"""A legacy map that nobody reads: its values stay bytes, else a frame could become millions of
-objects."""
+OpaqueMap = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_OPAQUE)]
+"""A legacy map that nobody reads: its values stay bytes and its keys are few, else a frame could
+become millions of objects."""
 
 
 # --- connection -----------------------------------------------------------------------------------

@@ -154,11 +154,11 @@ def test_bad_packets_are_refused_and_the_connection_lives(
     assert refused(lifeline.exchange(offer)[0]) is ErrorCode.BAD_PAYLOAD
     assert refused(lifeline.exchange(offer, [fd, fd])[0]) is ErrorCode.BAD_FRAME
     assert refused(lifeline.exchange(bytes(5000))[0]) is ErrorCode.BAD_FRAME
-    assert daemon.open_files(RINGS) == files
+    wait_until(lambda: daemon.open_files(RINGS) == files, "the others are closed")
     assert isinstance(lifeline.exchange(offer, [fd])[0], Accepted)
-    assert daemon.open_files(RINGS) == files + 1
+    wait_until(lambda: daemon.open_files(RINGS) == files + 1, "the others are closed")
     assert refused(lifeline.exchange(offer, [fd])[0]) is ErrorCode.BAD_PAYLOAD
-    assert daemon.open_files(RINGS) == files + 1
+    wait_until(lambda: daemon.open_files(RINGS) == files + 1, "the others are closed")
     os.close(fd)
 
 
@@ -182,7 +182,7 @@ def test_offers_are_bounded_and_closed_with_the_connection(daemon: RunningDaemon
                 lifeline.offer(fd, nbytes)
             answer, _ = lifeline.exchange(OfferRing(TOKEN, nbytes), [fd])
             assert refused(answer) is ErrorCode.BUSY
-            assert daemon.open_files(RINGS) == opened + MAX_RINGS
+            wait_until(lambda: daemon.open_files(RINGS) == opened + MAX_RINGS, "the others are closed")
         wait_until(lambda: daemon.open_files(RINGS) == files, "all descriptors are closed")
     os.close(fd)
 
