@@ -35,7 +35,7 @@ from tests.server.fuzz.hostile_fds import (
     lingering_socket,
     memfd,
 )
-from tests.server.fuzz.ring_writer import RingWriter
+from tests.server.ring_writer import RingWriter
 
 DESCRIPTION = RingDescription(
     layout=SMALL_LAYOUT,

@@ -24,7 +24,8 @@ class RingWriter:
         self.ring = ring
         self._fd, nbytes, self._stamps_offset = ring
         self._memory = mmap.mmap(self._fd, nbytes)
-        self._nonce = 0
+        self.nonce = 0
+        """Of the last block that was written."""
 
     def write(self, block: int, start: int, rows: bytes | None = None) -> int:
         """Fill one block with the rows of [start, start + 16); returns its nonce.
@@ -32,11 +33,11 @@ class RingWriter:
         Args:
             rows: `BLOCK_BYTES` bytes; None: what lies there stays.
         """
-        self._nonce += 1
+        self.nonce += 1
         if rows is not None:
             self._memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = rows
-        self.stamp(block, first_stamp(self._nonce, start))
-        return self._nonce
+        self.stamp(block, first_stamp(self.nonce, start))
+        return self.nonce
 
     def stamp(self, block: int, first: int) -> None:
         """Stamp a block's rows with first, first + 1, ..."""
