@@ -1,8 +1,8 @@
 """Closing descriptors that a peer has passed, without waiting for the peer.
 
-`close` takes as long as a peer likes: a socket with SO_LINGER waits until its data are acknowledged, a file on FUSE asks
-its server, the last reference to a large memfd frees all its pages. So the event loop closes none of them itself: each
-goes to a short thread of its own, so that one that blocks holds up no other.
+`close` takes as long as a peer likes: a socket with SO_LINGER waits until its data are acknowledged, a file on FUSE
+asks its server, the last reference to a large memfd frees all its pages. So the event loop closes none of them itself:
+each goes to a short thread of its own, so that one that blocks holds up no other.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ def main() -> int:
             TARGETS[name].run(asked.replay.read_bytes())
         return 0
     if importlib.util.find_spec("atheris") is None:
-        print("fuzz: no atheris for this Python or machine (3.11 and up, x86-64): nothing is fuzzed")
+        print(
+            "fuzz: no atheris for this Python or machine (3.11 and up, x86-64): nothing is fuzzed"
+        )
         return 0
     with tempfile.TemporaryDirectory(prefix="qserver-fuzz-") as folder:
         corpus = asked.corpus or Path(folder)

@@ -1,4 +1,4 @@
-"""What is fuzzed, and what counts as a fault: anything but a `QServerError`, or an answer that breaks its own promise."""
+"""What is fuzzed, and what counts as a fault: any exception but a `QServerError`, and broken promises."""
 
 from __future__ import annotations
 
@@ -206,7 +206,9 @@ def gates(data: bytes) -> None:
         )
         assert geometry.rows_bytes <= geometry.stamps_offset <= nbytes
         assert geometry.stamps_offset + geometry.stamps_bytes <= nbytes
-        assert geometry.stamps_bytes == description.num_blocks * description.block_size * STAMP_BYTES
+        assert (
+            geometry.stamps_bytes == description.num_blocks * description.block_size * STAMP_BYTES
+        )
         for frames in messages[1:]:
             _store(description, nbytes, frames)
 

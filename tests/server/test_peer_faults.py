@@ -189,8 +189,10 @@ def test_fault_05_what_was_not_written_is_not_admitted_when_its_writer_goes(end:
         assert daemon.status()["pool"]["committed_bytes"] == 0
 
 
-def test_fault_06_what_is_read_has_the_shape_and_type_that_was_stored(daemon: RunningDaemon) -> None:
-    """There is no disk tier: nothing is reloaded. Objects of as many bytes and other shapes are never taken for others."""
+def test_fault_06_what_is_read_has_the_shape_and_type_that_was_stored(
+    daemon: RunningDaemon,
+) -> None:
+    """No disk tier, so nothing is reloaded; but objects of as many bytes and another shape are never mixed up."""
     wide = msgspec.structs.replace(SMALL_LAYOUT, layer_ids=(0,), num_heads=4, total_heads=4)
     half = msgspec.structs.replace(SMALL_LAYOUT, head_dim=16, dtype="float16")
     shapes = {}

@@ -55,7 +55,9 @@ def test_c24_every_salt_has_its_own_object(daemon: RunningDaemon, worker: WireWo
         assert worker.store(NAME, rows_of(99), salt=salt).duplicate == 1, "the first one stays"
     for number, salt in enumerate(SALTS.values()):
         assert worker.read(NAME, salt=salt) == rows_of(number)
-    digests = {ObjectKey(family=worker.family(salt), chunk_hash=NAME).digest() for salt in SALTS.values()}
+    digests = {
+        ObjectKey(family=worker.family(salt), chunk_hash=NAME).digest() for salt in SALTS.values()
+    }
     assert len(digests) == len(SALTS)
     after = {path for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()}
     assert after <= before, "a salt is no path"

@@ -149,7 +149,8 @@ class Lifecycle:
         """The new instance, REGISTERING, and who had its id before.
 
         Raises:
-            RequestError: unsupported_transport, lifeline_required, ring_refused, instance_busy, not_owner, busy, bad_payload.
+            RequestError: unsupported_transport, lifeline_required, ring_refused, instance_busy, not_owner, busy,
+                bad_payload.
         """
         if description is None:
             raise RequestError(

@@ -48,7 +48,7 @@ class Bystander:
             worker.client.ask("unregister_q_cache", worker.instance_id)
 
     def check(self) -> None:
-        """A store, a read and a ping, answered in time and right. Others may have evicted the chunk: it is stored anew."""
+        """A ping, a store and a read, in time and right; the store because others may have evicted the chunk."""
         began = time.monotonic()
         worker = self._worker
         assert worker.client.ask("noop").result == "OK"

@@ -162,7 +162,9 @@ def test_a_size_that_is_not_the_memorys_is_refused(hostile: Hostile, nbytes: int
     assert hostile.register(token) is ErrorCode.RING_REFUSED
 
 
-def test_a_terabyte_of_holes_is_mapped_and_not_read(daemon: RunningDaemon, hostile: Hostile) -> None:
+def test_a_terabyte_of_holes_is_mapped_and_not_read(
+    daemon: RunningDaemon, hostile: Hostile
+) -> None:
     before = daemon.resident_bytes()
     with closing(memfd(1 << 40, fcntl.F_SEAL_SHRINK)) as fd:
         token = hostile.offer(fd, nbytes=1 << 40)

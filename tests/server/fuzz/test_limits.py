@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import resource
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -15,14 +17,12 @@ import zmq
 
 from lmcache_qprotocol.codec import decode_reply, encode, encode_request
 from lmcache_qprotocol.errors import ErrorCode, RequestError
-from lmcache_qprotocol.layout import layout_id
 from lmcache_qprotocol.lifeline import Attach, Refused
-from lmcache_qprotocol.messages import RangeKey, ReplyMeta, RingDescription, StoreProof
+from lmcache_qprotocol.limits import Limits
+from lmcache_qprotocol.messages import RangeKey, StoreProof
 from lmcache_qprotocol.operations import BY_NAME
-from lmcache_qprotocol.stamps import STAMP_BYTES
 from lmcache_qserver.qstore.lifecycle import MAX_INSTANCES_PER_CLIENT
 from lmcache_qserver.testing.bare_client import (
-    SMALL_LAYOUT,
     BareClient,
     BareLifeline,
     register_small_ring,
@@ -30,60 +30,86 @@ from lmcache_qserver.testing.bare_client import (
 )
 from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon, wait_until
 from lmcache_qserver.wire.clients import MAX_CLIENTS
+from lmcache_qserver.wire.dispatch import OUTSTANDING_MESSAGES
 from lmcache_qserver.wire.lifeline import MAX_CONNECTIONS
-from tests.server.fuzz.bystander import Bystander
-from tests.server.fuzz.hostile_fds import closing, memfd
+from tests.server.fuzz.bystander import MIB, Bystander
+from tests.server.fuzz.hostile_fds import closing
+from tests.server.wire_worker import WireWorker
 
-META = msgspec.msgpack.Decoder(ReplyMeta)
+PREFIX = 1 << 17
+"""Tokens; hashing them takes a lane tens of milliseconds."""
 
 
-def test_outstanding_requests_of_one_client(daemon: RunningDaemon, bystander: Bystander) -> None:
-    """Stores of 4 MiB each pile up behind their lane; beyond the limit they are refused at once, and all are answered."""
-    layout = msgspec.structs.replace(SMALL_LAYOUT, head_dim=1 << 14)
-    rows_bytes = 16 * layout.token_bytes
-    nbytes = rows_bytes + 16 * STAMP_BYTES
-    sent = 1500
-    with (
-        BareClient(daemon.url) as client,
-        BareLifeline(daemon.lifeline) as lifeline,
-        closing(memfd(nbytes, 2)) as fd,
-    ):
-        limit = (hello := client.hello()).limits.outstanding_requests
-        os.close(lifeline.attach(hello.session)[1])
-        description = RingDescription(
-            layout=layout,
-            num_blocks=1,
-            block_size=16,
-            chunk_size=16,
-            ring_token=lifeline.offer(fd, nbytes),
-            stamps_offset=rows_bytes,
-        )
-        client.ask("register_q_cache", "many", (), "m", 1, "t", None, (), description)
-        client.socket.setsockopt(zmq.RCVHWM, 0)
-        for number in range(sent):
-            key = RangeKey(
-                model_name="m##query",
-                world_size=1,
-                worker_id=0,
-                end=16,
-                chunk_hashes=(number.to_bytes(32, "big"),),
-                layout_id=layout_id(layout),
-            )
-            store = (key, "many", ((0,),), b"", StoreProof(nonces=(1,)))
-            client.send(encode_request(encode(number), BY_NAME["store_q"], store))
-        bystander.check()
+class Slow:
+    """A worker whose lane hashes long prefixes, so that its stores pile up."""
+
+    def __init__(self, worker: WireWorker) -> None:
+        self.worker = worker
+        self.limit = Limits().outstanding_requests
+        self.sent = 0
+        self.long_key = worker.key(start=PREFIX - 16, end=PREFIX, token_ids=(300,) * PREFIX)
+
+    def send(self, key: RangeKey) -> None:
+        """One store of one block, without waiting."""
+        store = (key, self.worker.instance_id, ((0,),), b"", StoreProof(nonces=(1,)))
+        self.worker.client.send(encode_request(encode(self.sent), BY_NAME["store_q"], store))
+        self.sent += 1
+
+    def codes(self) -> Counter[str]:
+        """How all of them ended; each is answered."""
         codes: Counter[str] = Counter()
-        client.socket.setsockopt(zmq.RCVTIMEO, 60_000)
-        for _ in range(sent):
+        for _ in range(self.sent):
             try:
-                result = decode_reply(client.receive(), BY_NAME["store_q"]).result
-                codes["stored" if result.ok else str(*result.outcome.refused)] += 1
+                decode_reply(self.worker.client.receive(), BY_NAME["store_q"])
+                codes["ok"] += 1
             except RequestError as error:
                 codes[error.code.value] += 1
+        return codes
+
+
+@pytest.fixture
+def bystander(daemon: RunningDaemon) -> Iterator[Bystander]:
+    """One client's unanswered messages may take 64 MiB; what the allocator keeps of them and of decoding is as much."""
+    made = Bystander(daemon, growth_bytes=128 * MIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slow(daemon: RunningDaemon, bystander: Bystander) -> Iterator[Slow]:
+    with WireWorker(daemon, "slow") as worker:
+        worker.client.socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        yield Slow(worker)
+
+
+def test_outstanding_requests_of_one_client(slow: Slow, bystander: Bystander) -> None:
+    """Beyond the limit they are refused at once, and every one is answered."""
+    for _ in range(3):
+        slow.send(slow.long_key)
+    for _ in range(slow.limit + 400):
+        slow.send(slow.worker.key(bytes(32)))  # all wait for the first of them
+    bystander.check()
+    codes = slow.codes()
     print(codes)
     assert codes["busy"] > 0
-    assert codes["busy"] <= sent - limit
-    assert sum(codes.values()) == sent
+    assert codes["ok"] >= slow.limit
+    bystander.check()
+
+
+def test_outstanding_bytes_of_one_client(slow: Slow, bystander: Bystander) -> None:
+    """Long messages are refused long before there are many of them."""
+    for _ in range(4):
+        slow.send(slow.long_key)
+    opaque = {"x": msgspec.Raw(encode(bytes(4 << 20)))}
+    for _ in range(40):
+        slow.send(slow.worker.key(bytes(32), request_configs=opaque))
+    bystander.check()
+    codes = slow.codes()
+    print(codes)
+    fit = OUTSTANDING_MESSAGES * (16 << 20) // (4 << 20)
+    assert codes["busy"] > 0
+    assert codes["ok"] - 4 >= fit - 2
+    bystander.check()
 
 
 def test_clients(daemon: RunningDaemon, bystander: Bystander) -> None:
@@ -117,21 +143,22 @@ def test_instances_of_one_client(daemon: RunningDaemon, bystander: Bystander) ->
 
 def test_lifelines(daemon: RunningDaemon, bystander: Bystander) -> None:
     """Those beyond the limit are closed at once; who was there before stays; the next is let in when one goes."""
-    lifelines = [BareLifeline(daemon.lifeline) for _ in range(MAX_CONNECTIONS - 1)]
-    wait_until(lambda: _connections(daemon) == MAX_CONNECTIONS, "all are there")
-    with BareLifeline(daemon.lifeline) as refused:
-        assert refused.socket.recv(1) == b""
-    bystander.check()
-    lifelines.pop().socket.close()
-    wait_until(lambda: _connections(daemon) < MAX_CONNECTIONS, "one is gone")
-    with BareLifeline(daemon.lifeline) as admitted:
-        assert isinstance(admitted.exchange(Attach(bytes(16)))[0], Refused)
-    for lifeline in lifelines:
-        lifeline.socket.close()
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(BareLifeline(daemon.lifeline))
+        for _ in range(MAX_CONNECTIONS - 2):
+            stack.enter_context(BareLifeline(daemon.lifeline))
+        wait_until(lambda: _connections(daemon) == MAX_CONNECTIONS, "all are there")
+        with BareLifeline(daemon.lifeline) as refused:
+            assert refused.socket.recv(1) == b""
+        bystander.check()
+        first.socket.close()
+        wait_until(lambda: _connections(daemon) < MAX_CONNECTIONS, "one is gone")
+        with BareLifeline(daemon.lifeline) as admitted:
+            assert isinstance(admitted.exchange(Attach(bytes(16)))[0], Refused)
 
 
 def _connections(daemon: RunningDaemon) -> int:
-    return int(daemon.status()["server"]["lifeline_connections"])
+    return int(daemon.metrics()["lmcache_qserver_lifelines"])
 
 
 def test_without_descriptors_the_answer_is_busy(bystander: Bystander) -> None:
@@ -194,7 +221,9 @@ def test_ten_thousand_connects_in_a_row(daemon: RunningDaemon, bystander: Bystan
             bystander.check()
 
 
-@pytest.mark.parametrize("first", [b"", b"\xff", b"\xff\0\0\0\0\0\0\0\x01\x7f", b"GET / HTTP/1.1\r\n"])
+@pytest.mark.parametrize(
+    "first", [b"", b"\xff", b"\xff\0\0\0\0\0\0\0\x01\x7f", b"GET / HTTP/1.1\r\n"]
+)
 def test_who_connects_and_stalls_holds_up_nobody(
     daemon: RunningDaemon, bystander: Bystander, first: bytes
 ) -> None:
@@ -239,5 +268,3 @@ def test_half_a_packet_is_a_packet(daemon: RunningDaemon, bystander: Bystander) 
             assert isinstance(answer, Refused)
             assert answer.code is ErrorCode.BAD_PAYLOAD
         bystander.check()
-
-

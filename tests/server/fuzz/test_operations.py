@@ -1,4 +1,4 @@
-"""Well-formed operations in any order, with ids, ranges, blocks, hashes and leases that may belong to another client."""
+"""Well-formed operations in any order, with ids, blocks, hashes and leases that may be another client's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.hashing import NONE_HASH, chunk_hash
 from lmcache_qprotocol.keys import KeyFamily, kv_rank
 from lmcache_qprotocol.layout import layout_id
+from lmcache_qprotocol.lifeline import Accepted, OfferRing, Refused
 from lmcache_qprotocol.messages import (
     ChunkQuery,
     IdentityClaim,
@@ -61,11 +62,13 @@ class Peer:
 
     def ask(self, name: str, *payloads: Any) -> Any:
         """The result, or None for an error; a fault of the server fails the test."""
+        self.code: ErrorCode | None = None
         try:
             return self.client.ask(name, *payloads).result
         except RequestError as error:
-            assert error.code is not ErrorCode.INTERNAL, (name, payloads)
-            return None
+            self.code = error.code
+        assert self.code is not ErrorCode.INTERNAL, (name, payloads)
+        return None
 
     def hello(self) -> None:
         self.hang_up()
@@ -81,10 +84,13 @@ class Peer:
             self.attach()
         assert self.lifeline is not None
         fd, nbytes, _ = self.ring.ring
-        try:
-            self.token = self.lifeline.offer(fd, nbytes)
-        except AssertionError as refused:  # too many offers are open
-            assert "busy" in str(refused)
+        token = os.urandom(16)
+        answer, _ = self.lifeline.exchange(OfferRing(token, nbytes), [fd])
+        if isinstance(answer, Accepted):
+            self.token = token
+        else:  # too many are offered and not registered
+            assert isinstance(answer, Refused)
+            assert answer.code is ErrorCode.BUSY
 
     def hang_up(self) -> None:
         lifeline, self.lifeline = self.lifeline, None

@@ -182,7 +182,9 @@ def test_offers_are_bounded_and_closed_with_the_connection(daemon: RunningDaemon
                 lifeline.offer(fd, nbytes)
             answer, _ = lifeline.exchange(OfferRing(TOKEN, nbytes), [fd])
             assert refused(answer) is ErrorCode.BUSY
-            wait_until(lambda: daemon.open_files(RINGS) == opened + MAX_RINGS, "the others are closed")
+            wait_until(
+                lambda: daemon.open_files(RINGS) == opened + MAX_RINGS, "the others are closed"
+            )
         wait_until(lambda: daemon.open_files(RINGS) == files, "all descriptors are closed")
     os.close(fd)
 
