@@ -12,7 +12,7 @@ from lmcache_qprotocol.stamps import first_stamp
 from lmcache_qserver.copying import RingMemory
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.pool import Pool, PoolMemory
-from lmcache_qserver.qstore import QStoreModule, lifecycle
+from lmcache_qserver.qstore import QStoreModule, checksums, lifecycle
 from lmcache_qserver.testing.bare_client import small_ring
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.counts import WireCounts
@@ -26,7 +26,9 @@ CHUNK_SIZE = 16
 POOL_BYTES = 8 * 4096
 IDENTITIES = (b"one", b"two")
 TURNS = 12
-"""Of the loop, after which an answer must be there: nothing waits for anything."""
+"""Of the loop, after which an answer is there, if nothing waits for a time."""
+WAITS = 2000
+"""Milliseconds, after which it must be."""
 
 
 class _Errors(logging.Handler):
@@ -113,6 +115,10 @@ class Server:
             client.session.lifeline = GivingLifeline()
         for _ in range(TURNS):
             await asyncio.sleep(0)
+        for _ in range(WAITS):  # checksums are made in pauses
+            if not client.outstanding:
+                break
+            await asyncio.sleep(0.001)
         self.module.expire_leases(self.now)
         told = [code for (_, code), count in self.counts.requests.items() if count]
         assert "internal" not in told, "the server failed"
@@ -150,6 +156,9 @@ def run(messages: list[Message]) -> None:
     errors = _Errors()
     root = logging.getLogger()
     root.handlers = [errors]
-    with mock.patch.object(lifecycle, "Lane", InlineLane):
+    with (
+        mock.patch.object(lifecycle, "Lane", InlineLane),
+        mock.patch.object(checksums, "Lane", InlineLane),
+    ):
         asyncio.run(serve_all())
     assert not errors.lines, errors.lines
