@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -105,7 +106,7 @@ def test_fault_02_no_payload_is_code_and_others_do_not_get_the_memory(
     store = (worker.key(A), "worker", ((0,),), trap, StoreProof(nonces=(1,)))
     assert worker.code("store_q", *store) == "unsupported_transport"
     for operation in (17, "commit_store", trap):
-        worker.client.send([b"\x01", encode(operation)[:64], trap, address.data, trap])
+        worker.client.send([b"\x01", encode(operation)[:64], trap, trap, trap])
         worker.client.receive()
     assert not (tmp_path / "trapped").exists()
     assert _imports_of_code_loaders() == []
@@ -165,7 +166,8 @@ def test_fault_04_a_request_id_that_comes_again_names_no_data(worker: WireWorker
 
 @pytest.mark.parametrize("end", ["unregistered", "killed", "reaped"])
 def test_fault_05_what_was_not_written_is_not_admitted_when_its_writer_goes(end: str) -> None:
-    settings = {"reap_timeout_s": 0.2, "registration_grace_s": 0.2} if end == "reaped" else {}
+    silence = {"reap_timeout_s": 0.2, "registration_grace_s": 0.2}
+    settings: dict[str, Any] = silence if end == "reaped" else {}
     with running_daemon(chunk_size=CHUNK, pool_bytes="1MiB", **settings) as daemon:
         with WireWorker(daemon) as worker:
             nonce = worker.ring.write(0, 0, rows_of(5))
@@ -210,7 +212,7 @@ def test_fault_06_what_is_read_has_the_shape_and_type_that_was_stored(
             worker.client.ask(
                 "register_q_cache", "worker", (), MODEL, 1, "t", None, (), description
             )
-            of_layout = {"salt": "6", "layout_id": layout_id(layout)}
+            of_layout: dict[str, Any] = {"salt": "6", "layout_id": layout_id(layout)}
             assert worker.store(A, rows_of(layout.head_dim), **of_layout).stored == 1
             family = msgspec.structs.replace(worker.family("6"), layout_id=layout_id(layout))
             query = ChunkQuery(family=family, chunk_hashes=(A,))
@@ -237,7 +239,8 @@ def test_fault_07_a_new_ring_under_an_old_id_replaces_the_old_one(worker: WireWo
 
 
 def test_fault_08_a_full_pool_says_so_and_room_is_made_when_it_is_needed() -> None:
-    pool, fits = {"chunk_size": CHUNK, "pool_bytes": "1MiB"}, (1 << 20) // PAGE
+    pool: dict[str, Any] = {"chunk_size": CHUNK, "pool_bytes": "1MiB"}
+    fits = (1 << 20) // PAGE
     with running_daemon(**pool, eviction="none") as daemon, WireWorker(daemon) as worker:
         assert worker.store(A, rows_of(80)).stored == 1
         for number in range(1, fits):
@@ -260,7 +263,7 @@ def test_fault_08_a_full_pool_says_so_and_room_is_made_when_it_is_needed() -> No
 
 def test_fault_09_a_duplicate_is_a_success_on_every_path(worker: WireWorker) -> None:
     tokens = tuple(range(CHUNK))
-    with_tokens = {"parent_hash": NONE_HASH, "piece_tokens": tokens, "salt": "9"}
+    with_tokens: dict[str, Any] = {"parent_hash": NONE_HASH, "piece_tokens": tokens, "salt": "9"}
     assert worker.store(A, rows_of(9), **with_tokens).stored == 1
     once = StoreOutcome(duplicate=1)
     assert worker.store(A, rows_of(9), salt="9") == once
@@ -268,7 +271,7 @@ def test_fault_09_a_duplicate_is_a_success_on_every_path(worker: WireWorker) -> 
     assert worker.store(A, rows_of(9), block=3, salt="9", request_id="another") == once
     by_server = worker.key(salt="9", end=CHUNK, token_ids=tokens)
     assert worker.send_store(by_server, (0,), (1,)) == once
-    piece = {
+    piece: dict[str, Any] = {
         "chunk_hashes": (chunk_hash(NONE_HASH, tokens[:5], 0, ()),),
         "end": 5,
         "parent_hash": NONE_HASH,

@@ -77,8 +77,8 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
         return None
     if isinstance(value, dict) and value and draw(st.booleans()):
         name = draw(st.sampled_from(sorted(value, key=str)))
-        kept = {key: _plain(one) for key, one in value.items()}
-        return {**kept, name: _changed(draw, value[name])}
+        others = {key: _plain(one) for key, one in value.items()}
+        return {**others, name: _changed(draw, value[name])}
     if isinstance(value, list) and value and draw(st.booleans()):
         place = draw(st.integers(0, len(value) - 1))
         kept = [_plain(one) for one in value]

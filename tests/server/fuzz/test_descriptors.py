@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -63,7 +64,7 @@ class Hostile:
         assert isinstance(answer, Accepted)
         return token
 
-    def register(self, token: bytes, name: int | str = "hostile", **changes: object) -> ErrorCode:
+    def register(self, token: bytes, name: int | str = "hostile", **changes: Any) -> ErrorCode:
         """The code with which a registration is refused."""
         description = msgspec.structs.replace(DESCRIPTION, ring_token=token, **changes)
         with pytest.raises(RequestError) as caught:
@@ -146,7 +147,7 @@ def test_the_same_descriptor_twice_is_two_rings_and_each_token_is_good_once(
     ids=str,
 )
 def test_numbers_that_do_not_fit_the_memory_are_refused(
-    hostile: Hostile, changes: dict[str, object]
+    hostile: Hostile, changes: dict[str, Any]
 ) -> None:
     with closing(small_ring()[0]) as fd:
         token = hostile.offer(fd)

@@ -168,13 +168,14 @@ def test_without_descriptors_the_answer_is_busy(bystander: Bystander) -> None:
         BareClient(daemon.url) as client,
         BareLifeline(daemon.lifeline) as lifeline,
         closing(small_ring()[0]) as ring,
+        contextlib.ExitStack() as holders,
     ):
         session = client.hello().session
         wait_until(lambda: daemon.open_files("socket:") > 0, "it has accepted")
         lifeline.exchange(Attach(bytes(16)))
         limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
         highest = 1 + max(int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd"))
-        _fill_gaps(daemon, highest)
+        _fill_gaps(daemon, highest, holders)
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (highest, limits[1]))
         answer, fds = lifeline.exchange(Attach(session))
         assert isinstance(answer, Refused), answer
@@ -194,18 +195,15 @@ def test_without_descriptors_the_answer_is_busy(bystander: Bystander) -> None:
         assert "Traceback" not in daemon.log()
 
 
-def _fill_gaps(daemon: RunningDaemon, highest: int) -> None:
+def _fill_gaps(daemon: RunningDaemon, highest: int, holders: contextlib.ExitStack) -> None:
     """Numbers below the highest that are free: one connection each."""
     used = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     assert used <= highest
     for _ in itertools.repeat(None, highest - used):
-        HOLDERS.append(socket.create_connection(_address(daemon.url)))
+        holders.enter_context(socket.create_connection(_address(daemon.url)))
     wait_until(
         lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) >= highest, "no number is free below"
     )
-
-
-HOLDERS: list[socket.socket] = []
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -240,7 +238,7 @@ def test_who_connects_and_stalls_holds_up_nobody(
 def test_a_reader_of_no_answers_costs_little(daemon: RunningDaemon, bystander: Bystander) -> None:
     """80 MB of answers for somebody who reads none: some wait here, the others are dropped and counted."""
     before = daemon.metrics()["lmcache_qserver_answers_undeliverable_total"]
-    deaf = zmq.Context.instance().socket(zmq.DEALER)
+    deaf: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     deaf.setsockopt(zmq.LINGER, 0)
     deaf.setsockopt(zmq.RCVHWM, 1)
     deaf.setsockopt(zmq.RCVBUF, 4096)
