@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -227,11 +228,13 @@ def test_descriptors_that_nobody_read_before_the_end_hold_up_nobody(
     """They lie in the socket when the daemon closes it: the kernel would close them then and there."""
     sender, receiver = lingering_socket()
     with closing(receiver), BareLifeline(daemon.lifeline) as lifeline:
-        lifeline.socket.setblocking(False)
+        lifeline.exchange(b"\xc1")  # it has been accepted
+        os.kill(daemon.pid, signal.SIGSTOP)
         for _ in range(100):
             socket.send_fds(lifeline.socket, [b"\xc1"], [sender])
-        lifeline.socket.close()
+        lifeline.socket.close()  # so the first answer fails, and 99 packets are not read
         os.close(sender)
+        os.kill(daemon.pid, signal.SIGCONT)
         bystander.check()
         bystander.check_resources()
 

@@ -211,7 +211,7 @@ BEGINNING: list[Step] = [
 
 
 @settings(
-    max_examples=60,
+    max_examples=120,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
