@@ -234,6 +234,7 @@ def test_descriptors_that_nobody_read_before_the_end_hold_up_nobody(
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             with contextlib.suppress(BlockingIOError):  # the queue is full
+                lifeline.socket.send(b"\xc1")
                 while True:
                     socket.send_fds(lifeline.socket, [b"\xc1"], [sender])
             lifeline.socket.close()  # so the first answer fails, and the other packets are not read

@@ -17,7 +17,7 @@ import zmq
 
 from lmcache_qprotocol.codec import decode_reply, encode, encode_request
 from lmcache_qprotocol.errors import ErrorCode, RequestError
-from lmcache_qprotocol.lifeline import Attach, Refused
+from lmcache_qprotocol.lifeline import Attach, OfferRing, Refused
 from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.messages import RangeKey, StoreProof
 from lmcache_qprotocol.operations import BY_NAME
@@ -167,6 +167,7 @@ def test_without_descriptors_the_answer_is_busy(bystander: Bystander) -> None:
         running_daemon(chunk_size=16, pool_bytes="1MiB") as daemon,
         BareClient(daemon.url) as client,
         BareLifeline(daemon.lifeline) as lifeline,
+        WireWorker(daemon, register=False) as attached,
         closing(small_ring()[0]) as ring,
         contextlib.ExitStack() as holders,
     ):
@@ -181,7 +182,8 @@ def test_without_descriptors_the_answer_is_busy(bystander: Bystander) -> None:
         assert isinstance(answer, Refused), answer
         assert answer.code is ErrorCode.BUSY
         assert fds == []
-        answer, _ = lifeline.exchange(Attach(session), [ring])
+        offer = OfferRing(bytes(16), 4096)
+        answer, _ = attached.lifeline.exchange(offer, [ring])
         assert isinstance(answer, Refused)
         assert answer.code is ErrorCode.BUSY
         assert client.ask("noop").result == "OK"
