@@ -17,6 +17,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qclient.features.query import QUERY
 from lmcache_qclient.link.connection import Connection
 from tests.worker_client.capture.fake_vllm import (
     FullAttentionSpec,
@@ -68,7 +69,7 @@ class SmallWorker:
             heartbeat_interval_s=0.5,
         )
         self.capture = QRingBufferCapture(
-            self.adapter, RingSettings(blocks=ring_blocks, tails=tails)
+            [(QUERY, self.adapter)], RingSettings(blocks=ring_blocks, tails=tails)
         )
         names = [layer_names(1, first=number)[0] for number in layers]
         self.names = dict(zip(layers, names, strict=True))

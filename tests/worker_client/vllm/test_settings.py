@@ -27,7 +27,7 @@ def test_the_main_switch(value: object, on: bool) -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, None, "", []])
-def test_the_main_switch_is_true_or_false(value: object) -> None:
+def test_the_main_switch_is_true_or_false_or_names(value: object) -> None:
     with pytest.raises(ValueError, match="true or false"):
         parse_settings({TRANSFER: value})
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from lmcache_qclient.capture.account import Account
+from lmcache_qclient.capture.accounts import Accounts
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.open_request import OpenRequest, Part
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
@@ -61,7 +62,7 @@ class Ledger:
         engine_block_size: int,
         allocate: Callable[[int], list[int] | None],
         free: Callable[[Sequence[int]], None],
-        account: Account,
+        account: Account | Accounts,
         pieces: bool = True,
         first_nonce: int = 1,
     ) -> None:

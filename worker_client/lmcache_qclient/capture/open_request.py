@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from lmcache_qclient.capture.account import RequestTally
+from lmcache_qclient.capture.accounts import Tallies
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qprotocol.hashing import HashChain, chunk_hash
 from lmcache_qprotocol.identity import ItemIdentity
@@ -42,7 +43,7 @@ class OpenRequest:
         closed: chunks of which nothing more is captured, and why.
     """
 
-    tally: RequestTally
+    tally: RequestTally | Tallies
     chain: HashChain
     cache_salt: str
     skip: LossReason | None

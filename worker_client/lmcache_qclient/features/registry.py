@@ -1,16 +1,14 @@
-"""The table of features: a new tensor kind is a new row, and nothing else changes."""
+"""The table of features: a new tensor kind is a file and a row here, and nothing else changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from lmcache_qclient.capture.tensor_kind import TensorKind
+from lmcache_qclient.features.query import QUERY
 
-from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.features.feature import Feature
-from lmcache_qclient.features.query import QTensorFeature
-
-TRANSFER_QUERY = "transfer_query"
-
-FEATURE_REGISTRY: dict[str, Callable[[QRingBufferAdapter, RingSettings], Feature]] = {
-    TRANSFER_QUERY: QTensorFeature,
-}
+FEATURE_REGISTRY: dict[str, TensorKind] = {
+    kind.name: kind
+    for kind in (
+        QUERY,
+    )
+}  # fmt: skip
+"""By name; every name is one that the protocol knows (`FEATURE_SUFFIX`)."""

@@ -24,10 +24,11 @@ from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.geometry import reference_group
 from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.tensor_kind import Tensors
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
-from lmcache_qclient.features.feature import Tensors
 from lmcache_qclient.features.idle_watch import IdleWatch
 from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.vllm.engine_names import instance_id
 from lmcache_qclient.vllm.guard import ScheduleGuard
 from lmcache_qclient.vllm.hook import Tap, wrap_layers
 from lmcache_qclient.vllm.neighbours import announce, neighbour
@@ -53,7 +54,7 @@ class QServerMetadata(KVConnectorMetadata):
 
 
 class QServerConnector(KVConnectorBase_V1, SupportsHMA):
-    """Captures attention queries into lmcache-qserver; switched on by `lmcache.mp.transfer_intermediate_tensors`."""
+    """Captures tensors of attention into lmcache-qserver; switched on by `lmcache.mp.transfer_intermediate_tensors`."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -96,14 +97,15 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if not self.settings.features:
             return
         self._dispatcher = init_dispatcher(
-            self.settings.features, self._connect(), self.settings.ring
+            self.settings.features, self._connect, self.settings.ring
         )
         names = self._dispatcher.register(kv_caches, self._cache_config, self._config)
         self._reference_layer = self._dispatcher.reference_layer()
         wrap_layers(self._config.compilation_config.static_forward_context, names, self._tap)
         self._idle = IdleWatch(self._work_idle)
 
-    def _connect(self) -> QRingBufferAdapter:
+    def _connect(self, feature: str) -> QRingBufferAdapter:
+        """One feature's way to the server: a connection, an instance and an account of its own."""
         parallel = self._config.parallel_config
         world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = parallel.rank % world_size
@@ -114,7 +116,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return QRingBufferAdapter(
             connection,
-            instance_id=f"{self._kv_transfer_config.engine_id}-{rank}",
+            instance_id=instance_id(str(self._kv_transfer_config.engine_id), rank, feature),
             model_name=self._config.model_config.model,
             world_size=world_size,
             rank=rank,
@@ -131,6 +133,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         slots = mapping.get(self._reference_layer) if isinstance(mapping, dict) else None
         self._dispatcher.save_kv_layer(layer_name, tensors, slots)
         self._tap.sink = self._dispatcher.layer_sink()
+        self._tap.output_sink = self._dispatcher.output_sink()
 
     def has_connector_metadata(self) -> bool:
         """False: vLLM asks before every layer whether KV is to be loaded or saved, and then makes two more calls."""
@@ -144,13 +147,13 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle is not None:
             self._idle.step_begins()
         self._last_step = connector_metadata.step
-        self._tap.sink = self._on_first_layer
+        self._tap.sink, self._tap.output_sink = self._on_first_layer, None
         self._dispatcher.begin_step(connector_metadata.step)
 
     def clear_connector_metadata(self) -> None:
         """A step has ended."""
         super().clear_connector_metadata()
-        self._tap.sink = None
+        self._tap.sink = self._tap.output_sink = None
         if self._idle is not None:
             self._idle.step_ended()
 

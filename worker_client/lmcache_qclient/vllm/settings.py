@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
-from lmcache_qclient.features.registry import TRANSFER_QUERY
+from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.registry import FEATURE_REGISTRY
 
 TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
 PREFIX = "lmcache.q."
@@ -57,7 +58,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
     blocks = extra.get("lmcache.q.ring_blocks")
     defaults = Settings()
     return Settings(
-        features=(TRANSFER_QUERY,) if _flag(TRANSFER, extra.get(TRANSFER, False)) else (),
+        features=_features(extra.get(TRANSFER, False)),
         server_url=str(extra.get("lmcache.q.server_url", defaults.server_url)),
         ring=RingSettings(
             blocks=None if blocks is None else max(1, _integer("lmcache.q.ring_blocks", blocks)),
@@ -73,6 +74,19 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
         ),
         heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
     )
+
+
+def _features(value: Any) -> tuple[str, ...]:
+    """true: queries; else names of features, as a list or between commas."""
+    if isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")):
+        return (QUERY.name,) if _flag(TRANSFER, value) else ()
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and names:
+        wanted = tuple(dict.fromkeys(str(name).strip() for name in names))
+        if all(name in FEATURE_REGISTRY for name in wanted):
+            return wanted
+    known = ", ".join(FEATURE_REGISTRY)
+    raise ValueError(f"{TRANSFER} is true or false, or a list of features ({known}), not {value!r}")
 
 
 def _full_wait_s(extra: Mapping[str, Any]) -> float:
