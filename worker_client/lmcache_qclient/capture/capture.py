@@ -241,8 +241,8 @@ class QRingBufferCapture:
                 failed.append(error)
         if failed and len(failed) == len(self.tracks):
             raise failed[0]
-        for error in failed:
-            logger.error("a layer of one feature was not caught", exc_info=error)
+        for cause in failed:
+            logger.error("a layer of one feature was not caught", exc_info=cause)
 
     def save_q_layer(
         self, layer_name: str, query: torch.Tensor, slot_mapping: torch.Tensor | None

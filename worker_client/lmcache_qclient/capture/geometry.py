@@ -96,7 +96,7 @@ def check_heads(names: Iterable[str], kind: TensorKind, heads: Heads, vllm_confi
         NotImplementedError: one has others.
     """
     layers = layers_of(vllm_config)
-    said = heads.count, heads.dim
+    said = heads.num, heads.dim
     for name in names:
         has = kind.heads_of_layer(layers.get(name)) or said
         if has != said:
@@ -210,7 +210,7 @@ def _layout_of(names: Sequence[str], kind: TensorKind, heads: Heads, vllm_config
         feature=kind.name,
         layer_ids=tuple(layer_id(name) for name in names),
         first_head=heads.first,
-        num_heads=heads.count,
+        num_heads=heads.num,
         total_heads=heads.total,
         head_dim=heads.dim,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -19,10 +19,10 @@ LayerSink = Callable[[str, Tensors], None]
 
 
 class Heads(NamedTuple):
-    """The heads of one rank: [first, first + count) of `total`, `dim` elements each."""
+    """The heads of one rank: [first, first + num) of `total`, `dim` elements each."""
 
     first: int
-    count: int
+    num: int
     total: int
     dim: int
 
