@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_qclient.capture.layer_selection import parse_layers
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.settings import KNOWN, TRANSFER, Settings, parse_settings
@@ -44,10 +45,14 @@ def test_all_switches() -> None:
             "lmcache.q.tails": "false",
             "lmcache.q.on_full": "wait",
             "lmcache.q.full_wait_s": 0.25,
+            "lmcache.q.layers": "0,5",
+            "lmcache.q.tokens": "prompt",
+            "lmcache.q.sample": "0.5",
         }
     )
-    assert settings == Settings((), "tcp://h:1", RingSettings(12, 3, 1000, False, 0.25), 2.5, 1.0)
-    assert len(KNOWN) == 9, "a new switch belongs into this test"
+    ring = RingSettings(12, 3, 1000, False, 0.25, parse_layers("0,5"))
+    assert settings == Settings((), "tcp://h:1", ring, 2.5, 1.0, "prompt", 0.5)
+    assert len(KNOWN) == 12, "a new switch belongs into this test"
 
 
 @pytest.mark.parametrize(("given", "blocks"), [(5, 5), (0, 1), (-3, 1), ("7", 7)])

@@ -34,6 +34,7 @@ class OpenRequest:
         tally: counts its tokens.
         chain: hashes of its chunks, as far as its token ids are known.
         skip: why nothing of it is captured any more; None to capture.
+        selected: absolute positions [from, to) that are captured; None: all.
         tokens: all that are known; kept for pieces only.
         next: the position that its next step is expected to begin at.
         settled: positions below this can't be taken back.
@@ -47,6 +48,7 @@ class OpenRequest:
     chain: HashChain
     cache_salt: str
     skip: LossReason | None
+    selected: tuple[int, int] | None = None
     tokens: array[int] = field(default_factory=lambda: array("I"))
     next: int = 0
     settled: int = 0

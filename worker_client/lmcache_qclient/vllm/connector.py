@@ -34,6 +34,7 @@ from lmcache_qclient.vllm.hook import Tap, wrap_layers
 from lmcache_qclient.vllm.neighbours import announce, neighbour
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.schedule import ScheduleTracker
+from lmcache_qclient.vllm.selection import Selection
 from lmcache_qclient.vllm.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -76,9 +77,20 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             group_index, block_size, _ = reference_group(kv_cache_config, vllm_config)
             self._tracker = ScheduleGuard(
-                ScheduleTracker(group_index, block_size or int(vllm_config.cache_config.block_size))
+                ScheduleTracker(
+                    group_index,
+                    block_size or int(vllm_config.cache_config.block_size),
+                    self._selection(),
+                )
             )
             announce(str(self._kv_transfer_config.engine_id), self._tracker)
+
+    def _selection(self) -> Selection:
+        layers, settings = self.settings.ring.layers, self.settings
+        count = int(self._config.model_config.get_total_num_hidden_layers())
+        if layers is not None:
+            layers.of(count)  # layers that the model does not have stop the start here, too
+        return Selection(settings.tokens, settings.sample, layers, count)
 
     @property
     def requires_kv_delivery(self) -> bool:
