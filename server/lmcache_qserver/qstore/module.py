@@ -301,7 +301,7 @@ class QStoreModule:
     ) -> None:
         outcome = run.outcome
         nbytes = outcome.stored * store.object_bytes
-        self._totals.add(outcome, nbytes)
+        self._totals.add(outcome, nbytes, run.nonfinite)
         self._totals.copied_bytes += run.copied_bytes
         self._totals.copy_s += run.copy_s
         self._bus.publish(
@@ -401,7 +401,8 @@ class QStoreModule:
         instance.last_seen = max(instance.last_seen, now)
         if report is not None:
             instance.report = report
-            self._coverage.note(instance.instance_id, report)
+            feature = instance.description.layout.feature
+            self._coverage.note(instance.instance_id, report, feature)
 
 
 def _check_settings(
