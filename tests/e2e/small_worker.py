@@ -17,7 +17,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qclient.link.connection import Connection
 from tests.worker_client.capture.fake_vllm import (
     FullAttentionSpec,

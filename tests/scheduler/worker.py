@@ -15,7 +15,7 @@ from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
-from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import first_stamp
 from tests.scheduler.model import HEAD_DIM, HEADS, LAYERS

@@ -16,7 +16,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qprotocol.hashing import HashChain, chunk_hash, chunk_hashes
 from lmcache_qprotocol.reasons import LossReason as Loss
 from lmcache_qprotocol.stamps import EMPTY, first_stamp

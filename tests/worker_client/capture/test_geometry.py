@@ -16,7 +16,7 @@ from lmcache_qclient.capture.geometry import (
     ring_block_size,
 )
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
-from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
 from tests.worker_client.capture.fake_vllm import (
     AttentionSpec,
     FullAttentionSpec,

@@ -15,7 +15,7 @@ from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.capture.tensor_kind import LayerSink, Tensors
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
 from lmcache_qclient.features.feature import Feature
-from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
 from lmcache_qclient.features.ring_features import RingFeatures
 from lmcache_qprotocol.keys import FEATURE_SUFFIX

@@ -8,7 +8,7 @@ from __future__ import annotations
 from lmcache_qclient.capture.tensor_kind import TensorKind
 from lmcache_qclient.features.heads import kv_heads, owns_kv, says
 
-KEY = TensorKind(
+FEATURE = TensorKind(
     name="transfer_key",
     tensor="k",
     heads=kv_heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_qclient.capture.tensor_kind import TensorKind
 from lmcache_qclient.features.heads import query_heads, says
 
-QUERY = TensorKind(
+FEATURE = TensorKind(
     name="transfer_query",
     tensor="q",
     heads=query_heads,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from lmcache_qclient.capture.tensor_kind import TensorKind
 from lmcache_qclient.features.heads import kv_heads, owns_kv, says, value_dim
 
-VALUE = TensorKind(
+FEATURE = TensorKind(
     name="transfer_value",
     tensor="v",
     heads=lambda vllm_config, layer: value_dim(kv_heads(vllm_config, layer), layer),

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmcache_qclient.capture.layer_selection import LayerSelection, parse_layers
 from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
-from lmcache_qclient.features.query import QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
 from lmcache_qclient.vllm.selection import check_tokens
 
