@@ -10,6 +10,7 @@ FILES = (
     "query",
     "key",
     "value",
+    "attention_output",
 )
 """Each has a `FEATURE`, whose name is one that the protocol knows (`FEATURE_SUFFIX`)."""
 
