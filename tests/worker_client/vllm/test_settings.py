@@ -33,6 +33,54 @@ def test_the_main_switch_is_true_or_false_or_names(value: object) -> None:
         parse_settings({TRANSFER: value})
 
 
+@pytest.mark.parametrize(
+    ("value", "features"),
+    [
+        ("transfer_key", ("transfer_key",)),
+        (["transfer_value", "transfer_query"], ("transfer_value", "transfer_query")),
+        ("transfer_key, transfer_query,transfer_key", ("transfer_key", "transfer_query")),
+        (("transfer_attention_output",), ("transfer_attention_output",)),
+    ],
+)
+def test_features_by_name(value: object, features: tuple[str, ...]) -> None:
+    assert parse_settings({TRANSFER: value}).features == features
+
+
+@pytest.mark.parametrize(
+    "value", ["transfer_nothing", ["transfer_key", "key"], ["transfer_key", 1]]
+)
+def test_an_unknown_feature_is_refused_with_the_known_ones(value: object) -> None:
+    with pytest.raises(
+        ValueError, match="transfer_query, transfer_key, transfer_value, transfer_a"
+    ):
+        parse_settings({TRANSFER: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layers", "x"),
+        ("layers", None.__class__),
+        ("layers", []),
+        ("tokens", "prompts"),
+        ("tokens", None),
+        ("sample", 1.01),
+        ("sample", -0.1),
+        ("sample", "nan"),
+        ("sample", "half"),
+        ("sample", True),
+        ("sample", None),
+    ],
+)
+def test_a_wrong_selection_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"lmcache\.q\.{key}"):
+        parse_settings({f"lmcache.q.{key}": value})
+
+
+def test_all_layers_are_all_layers() -> None:
+    assert parse_settings({"lmcache.q.layers": "all"}).ring.layers is None
+
+
 def test_all_switches() -> None:
     settings = parse_settings(
         {
