@@ -266,13 +266,21 @@ def test_what_a_server_refuses_of_one_feature_is_lost_of_that_one() -> None:
     assert worker.free == 16
 
 
-def test_layers_that_use_anothers_cache_have_queries_and_outputs_only() -> None:
+def test_layers_that_use_anothers_cache_have_queries_and_outputs_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     shared = attention(kv_sharing_target_layer_name=NAMES[0])
     worker = Worker(*ALL, attentions={NAMES[2]: shared})
     worker.step(0, CHUNK, without=(("k", 2), ("v", 2)))
     assert worker.check("key", (0, 1)) == worker.check("value", (0, 1)) == [(0, CHUNK)]
     assert worker.check("query") == worker.check("attention_output") == [(0, CHUNK)]
     assert all(worker.lost(name) == {} for name in ALL)
+    told = [r.getMessage() for r in caplog.records if "of their own" in r.getMessage()]
+    assert [text.rsplit(" of their own: ") for text in told] == [
+        [f"1 layers use another layer's KV cache and have no {name}", NAMES[2]]
+        for name in ("key", "value")
+    ]
 
 
 def test_selected_layers_are_the_only_ones(caplog: pytest.LogCaptureFixture) -> None:

@@ -357,6 +357,13 @@ class QRingBufferCapture:
 
 def _tell_size(track: Track) -> None:
     ring = track.ring
+    if track.geometry.without:
+        logger.info(
+            "%d layers use another layer's KV cache and have no %s of their own: %s",
+            len(track.geometry.without),
+            track.kind.words,
+            ", ".join(track.geometry.without),
+        )
     logger.info(
         "%s ring: %d blocks of %d tokens, %d layers x %d elements of %s, %.1f MiB (outside the engine's budget)",
         track.kind.words,

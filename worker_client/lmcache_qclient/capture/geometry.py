@@ -28,6 +28,7 @@ class Geometry:
         layout: what is stored.
         dtype: of the rows.
         device: where the engine keeps its cache.
+        without: attention layers that have no such tensor of their own.
     """
 
     layer_names: tuple[str, ...]
@@ -37,6 +38,7 @@ class Geometry:
     layout: Layout
     dtype: torch.dtype
     device: torch.device
+    without: tuple[str, ...] = ()
 
 
 def is_spec(spec: Any, name: str) -> bool:
@@ -187,6 +189,7 @@ def geometry_of(
         layout=_layout_of(names, kind, heads, vllm_config),
         dtype=vllm_config.model_config.dtype,
         device=kv_caches[attention[0]].device,
+        without=tuple(name for name in attention if not kind.has(layers.get(name))),
     )
 
 
