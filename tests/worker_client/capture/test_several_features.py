@@ -266,15 +266,18 @@ def test_what_a_server_refuses_of_one_feature_is_lost_of_that_one() -> None:
     assert worker.free == 16
 
 
+@pytest.mark.parametrize("count", [5 * CHUNK, CHUNK], ids=["many rows", "few rows"])
 def test_layers_that_use_anothers_cache_have_queries_and_outputs_only(
+    count: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     shared = attention(kv_sharing_target_layer_name=NAMES[0])
     worker = Worker(*ALL, attentions={NAMES[2]: shared})
-    worker.step(0, CHUNK, without=(("k", 2), ("v", 2)))
-    assert worker.check("key", (0, 1)) == worker.check("value", (0, 1)) == [(0, CHUNK)]
-    assert worker.check("query") == worker.check("attention_output") == [(0, CHUNK)]
+    worker.step(0, count, without=(("k", 2), ("v", 2)))
+    chunks = [(start, start + CHUNK) for start in range(0, count, CHUNK)]
+    assert worker.check("key", (0, 1)) == worker.check("value", (0, 1)) == chunks
+    assert worker.check("query") == worker.check("attention_output") == chunks
     assert all(worker.lost(name) == {} for name in ALL)
     told = [r.getMessage() for r in caplog.records if "of their own" in r.getMessage()]
     assert [text.rsplit(" of their own: ") for text in told] == [

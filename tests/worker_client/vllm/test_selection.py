@@ -94,6 +94,11 @@ def test_an_engine_of_all_layers_takes_all_layers_for_its_own() -> None:
     assert Selection(num_layers=3).of(says(layers=[0])) == NOTHING
 
 
+def test_a_long_word_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert Selection().of(says(tokens="x" * 100_000)) == NOTHING
+    assert len(caplog.text) < 2000
+
+
 def test_the_log_is_patient(caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
     selection = Selection(clock=lambda: now[0])

@@ -33,6 +33,8 @@ KNOWN = {
 }
 """Keys of a request's `kv_transfer_params["qserver"]`."""
 LOG_EVERY_S = 10.0
+LOG_CHARS = 1000
+"""Of what a request says, in the log."""
 
 _ENGINES_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM adds to the id that the client gave, anew for each request."""
@@ -131,7 +133,7 @@ class Selection:
             "request %s is not captured, its kv_transfer_params[%r] can't be followed: %s%s",
             request_id,
             FIELD,
-            error,
+            str(error)[:LOG_CHARS],
             more,
         )
         self._log_again_at, self._unlogged = now + LOG_EVERY_S, 0
