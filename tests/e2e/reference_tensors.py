@@ -75,11 +75,13 @@ def attention_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         query, key: `[layers, tokens, heads, head_dim]`, as they are stored.
 
     Returns:
-        `[layers, heads, tokens, tokens]`.
+        float64 `[layers, heads, tokens, tokens]`.
     """
     group = query.shape[2] // key.shape[2]
     keys = key.repeat_interleave(group, dim=2)
+    query, keys = query.double(), keys.double()  # no rounding of ours beside the engines'
     scores = torch.einsum("lqhd,lkhd->lhqk", query, keys) * query.shape[-1] ** -0.5
     tokens = query.shape[1]
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    weights: torch.Tensor = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return weights

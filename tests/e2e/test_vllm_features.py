@@ -59,19 +59,33 @@ class Run:
         }
 
 
+SWITCHES: dict[str, dict[str, Any]] = {
+    "one": {"lmcache.q.layers": "5"},
+    "two": {"lmcache.q.layers": "1,9"},
+    "all": {TRANSFER: [f"transfer_{feature}" for feature in FEATURES]},
+}
+"""What the engines select, in the order in which they run."""
+
+
+class Runs:
+    """The runs by name, each done when it is first asked for."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
+        self._daemon, self._folder = daemon, folder
+        self._done: dict[str, Run] = {}
+
+    def __getitem__(self, name: str) -> Run:
+        if name not in self._done:
+            self._done[name] = Run(self._daemon, self._folder, **SWITCHES[name])
+        return self._done[name]
+
+
 @pytest.fixture(scope="module")
-def runs(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """By what was selected."""
+def runs(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     from demo.model import prepare
 
     prepare(ROOT / MODEL)
-    folder = tmp_path_factory.mktemp("runs")
-    every = [f"transfer_{feature}" for feature in FEATURES]
-    return {
-        "one": Run(daemon, folder, **{"lmcache.q.layers": "5"}),
-        "two": Run(daemon, folder, **{"lmcache.q.layers": "1,9"}),
-        "all": Run(daemon, folder, **{TRANSFER: every}),
-    }
+    return Runs(daemon, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +97,47 @@ def reference() -> Any:
     return Reference(ROOT / MODEL)
 
 
-def test_every_row_of_every_feature(
-    daemon: RunningDaemon, runs: dict[str, Run], reference: Any
+def test_one_layer_of_thirty_takes_a_thirtieth_of_everything(
+    daemon: RunningDaemon, runs: Runs
 ) -> None:
+    from lmcache_qclient.qcache import connect
+
+    one, _, every = (runs[name] for name in SWITCHES)
+    assert one.ring_elements["query"] * LAYERS == every.ring_elements["query"]
+    assert one.stored["transfer_query"] * LAYERS == every.stored["transfer_query"]
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        tokens = one.requests[0]["token_ids"]
+        (layout,) = (one for one in cache.layouts if one.layer_ids == (5,))
+        small = cache.retrieve(tokens, layout=layout)
+        large = cache.retrieve(tokens)
+        assert small.num_tokens == large.num_tokens == len(tokens) - 1
+        assert small.tensor.nbytes * LAYERS == large.tensor.nbytes
+        assert small.tensor.equal(large.tensor[5:6])
+
+
+def test_layouts_of_one_model_are_complete_and_never_mixed(
+    daemon: RunningDaemon, runs: Runs, reference: Any
+) -> None:
+    from demo.reference import max_relative_row_error
+    from lmcache_qclient.qcache import connect
+
+    assert all(runs[name].requests for name in SWITCHES)
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        by_layers = {one.layer_ids: one for one in cache.layouts}
+        assert set(by_layers) == {(5,), (1, 9), tuple(range(LAYERS))}
+        for request in runs["two"].requests:
+            tokens = request["token_ids"]
+            right = reference.queries(tokens)
+            for layer_ids, layout in by_layers.items():
+                found = cache.retrieve(tokens, layout=layout)
+                assert (found.layer_ids, found.num_tokens) == (layer_ids, len(tokens) - 1)
+                wanted = right[list(layer_ids), :-1]
+                assert max_relative_row_error(found.tensor, wanted) <= TOLERANCE
+            found = cache.retrieve(tokens, layers=[9, 1])
+            assert max_relative_row_error(found.tensor, right[[9, 1], :-1]) <= TOLERANCE
+
+
+def test_every_row_of_every_feature(daemon: RunningDaemon, runs: Runs, reference: Any) -> None:
     from demo.reference import max_relative_row_error
     from lmcache_qclient.qcache import connect
     from tests.e2e.reference_tensors import attention_of, attention_tensors
@@ -104,10 +156,16 @@ def test_every_row_of_every_feature(
                 wanted = right.of(feature)[:, : ours.num_tokens]
                 error = max_relative_row_error(ours.tensor, wanted)
                 worst[feature] = max(worst[feature], error)
-            ours = attention_of(found["query"].tensor, found["key"].tensor)
             length = len(tokens) - 1
-            off = (ours - right.weights[:, :, :length, :length]).abs().max()
-            attention = max(attention, float(off))
+            computed = attention_of(found["query"].tensor, found["key"].tensor)
+            eager = right.weights[:, :, :length, :length]
+            off = float((computed - eager).abs().max())
+            same = attention_of(right.query[:, :length], right.key[:, :length])
+            rounding = float((same - eager).abs().max())
+            print(
+                f"{length} tokens: attention off by {off:.1e}; eager's own rounding {rounding:.1e}"
+            )
+            attention = max(attention, off)
     print(f"largest relative row error {worst}, of attention {attention:.1e}")
     assert found["key"].tensor.shape[2] == 3, "the KV heads"
     assert found["attention_output"].tensor.shape[2] == 9, "the query heads"
@@ -115,7 +173,7 @@ def test_every_row_of_every_feature(
     assert attention <= 1e-5
 
 
-def test_every_feature_has_an_account_of_its_own(runs: dict[str, Run]) -> None:
+def test_every_feature_has_an_account_of_its_own(runs: Runs) -> None:
     run = runs["all"]
     assert set(run.features) == {f"transfer_{feature}" for feature in FEATURES}
     for feature in FEATURES[1:]:
@@ -123,45 +181,6 @@ def test_every_feature_has_an_account_of_its_own(runs: dict[str, Run]) -> None:
         assert coverage["computed"] == coverage["captured"] == run.report["computed"]
         assert coverage["pending"] == sum(coverage["lost"].values()) == 0
     assert set(run.ring_elements) == {"query", "key", "value", "attention output"}
-
-
-def test_one_layer_of_thirty_takes_a_thirtieth_of_everything(
-    daemon: RunningDaemon, runs: dict[str, Run]
-) -> None:
-    from lmcache_qclient.qcache import connect
-
-    one, every = runs["one"], runs["all"]
-    assert one.ring_elements["query"] * LAYERS == every.ring_elements["query"]
-    assert one.stored["transfer_query"] * LAYERS == every.stored["transfer_query"]
-    with connect(daemon.url, daemon.http_url, MODEL) as cache:
-        tokens = one.requests[0]["token_ids"]
-        (layout,) = (one for one in cache.layouts if one.layer_ids == (5,))
-        small = cache.retrieve(tokens, layout=layout)
-        large = cache.retrieve(tokens)
-        assert small.num_tokens == large.num_tokens == len(tokens) - 1
-        assert small.tensor.nbytes * LAYERS == large.tensor.nbytes
-        assert small.tensor.equal(large.tensor[5:6])
-
-
-def test_layouts_of_one_model_are_complete_and_never_mixed(
-    daemon: RunningDaemon, runs: dict[str, Run], reference: Any
-) -> None:
-    from demo.reference import max_relative_row_error
-    from lmcache_qclient.qcache import connect
-
-    with connect(daemon.url, daemon.http_url, MODEL) as cache:
-        by_layers = {one.layer_ids: one for one in cache.layouts}
-        assert set(by_layers) == {(5,), (1, 9), tuple(range(LAYERS))}
-        for request in runs["two"].requests:
-            tokens = request["token_ids"]
-            right = reference.queries(tokens)
-            for layer_ids, layout in by_layers.items():
-                found = cache.retrieve(tokens, layout=layout)
-                assert (found.layer_ids, found.num_tokens) == (layer_ids, len(tokens) - 1)
-                wanted = right[list(layer_ids), :-1]
-                assert max_relative_row_error(found.tensor, wanted) <= TOLERANCE
-            found = cache.retrieve(tokens, layers=[9, 1])
-            assert max_relative_row_error(found.tensor, right[[9, 1], :-1]) <= TOLERANCE
 
 
 REQUESTS: tuple[dict[str, Any] | None, ...] = (

@@ -5,6 +5,7 @@ Element = token * 1000 + layer * 100 + feature * 10 + head, so that any mix-up s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -289,7 +290,7 @@ def test_layers_that_use_anothers_cache_have_queries_and_outputs_only(
 def test_selected_layers_are_the_only_ones(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     worker = Worker("query", "key", layers=parse_layers("-1"))
-    assert worker.capture.layer_names == NAMES[2:] or worker.capture.layer_names == (NAMES[2],)
+    assert worker.capture.layer_names == (NAMES[2],)
     assert worker.capture.geometry is not None
     assert worker.capture.geometry.reference_layer == NAMES[0], "whose slots attribute rows"
     part = RequestStep("a", 0, CHUNK, (3, 4), CHUNK, tuple(range(1, CHUNK + 1)), True)
@@ -314,10 +315,12 @@ def test_no_feature_waits_for_a_device() -> None:
     for track in worker.capture.tracks:
         track.ring._host_bits = None
     sent: list[tuple[FakeAdapter, FinishedChunk]] = []
+
+    def keep(adapter: FakeAdapter) -> Callable[[FinishedChunk], int]:
+        return lambda chunk: sent.append((adapter, chunk)) or 0  # type: ignore[func-returns-value]  # of append
+
     for adapter in worker.adapters:
-        adapter.submit_q_store_request = (  # type: ignore[method-assign]  # the server reads later
-            lambda chunk, adapter=adapter: sent.append((adapter, chunk))
-        )
+        adapter.submit_q_store_request = keep(adapter)  # type: ignore[method-assign]  # the server reads later
     slots = torch.arange(12, 20)
     seen = [{tensor: rows_of(tensor, np.arange(8) + 1, at) for tensor in "qkvo"} for at in range(3)]
     part = RequestStep("a", 0, CHUNK, (3, 4), CHUNK, tuple(range(1, CHUNK + 1)), True)

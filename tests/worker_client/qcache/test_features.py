@@ -243,7 +243,7 @@ def test_what_is_not_finite_is_stored_counted_and_flagged(daemon: RunningDaemon)
         rows[2, 3:5, 31] = np.float32("nan").view(np.uint32)
         return rows
 
-    engine.values = with_nan  # type: ignore[method-assign]  # other content
+    engine.values = with_nan  # type: ignore[method-assign,assignment]  # other content
     engine.store(TOKENS, range(3))
     engine.store_piece(TOKENS, 3 * CHUNK, 3 * CHUNK + 5)
     engine.close()
