@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qprotocol.limits import MAX_POSITION
 from lmcache_qprotocol.reasons import LossReason as Loss
 from tests.worker_client.capture.test_ledger import Bench, ranges
@@ -11,14 +12,13 @@ from tests.worker_client.capture.test_ledger import Bench, ranges
 END = MAX_POSITION + 1
 
 
-def run(bench: Bench, selected: tuple[int, int] | None, prompt: int, length: int) -> list[object]:
+def run(
+    bench: Bench, selected: tuple[int, int] | None, prompt: int, length: int
+) -> list[FinishedChunk]:
     """A prompt in steps of 5, then decode; all that is handed out."""
-    chunks = []
-    first = True
-    for start in range(0, prompt, 5):
-        more = {"first": True, "selected": selected} if first else {}
-        chunks += bench.step(bench.part("a", start, min(start + 5, prompt), **more))
-        first = False
+    chunks = bench.step(bench.part("a", 0, min(5, prompt), first=True, selected=selected))
+    for start in range(5, prompt, 5):
+        chunks += bench.step(bench.part("a", start, min(start + 5, prompt)))
     for start in range(prompt, length - 1):
         chunks += bench.step(bench.part("a", start, start + 1))
     return [*chunks, *bench.step(finished=(bench.end("a", length),))]

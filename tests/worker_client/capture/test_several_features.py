@@ -320,7 +320,7 @@ def test_no_feature_waits_for_a_device() -> None:
         return lambda chunk: sent.append((adapter, chunk)) or 0  # type: ignore[func-returns-value]  # of append
 
     for adapter in worker.adapters:
-        adapter.submit_q_store_request = keep(adapter)  # type: ignore[method-assign]  # the server reads later
+        adapter.submit_q_store_request = keep(adapter)  # type: ignore[method-assign,assignment]  # the server reads later
     slots = torch.arange(12, 20)
     seen = [{tensor: rows_of(tensor, np.arange(8) + 1, at) for tensor in "qkvo"} for at in range(3)]
     part = RequestStep("a", 0, CHUNK, (3, 4), CHUNK, tuple(range(1, CHUNK + 1)), True)
