@@ -174,7 +174,9 @@ class FeatureReport(msgspec.Struct, frozen=True, kw_only=True):
 class CoverageReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens as all workers account for them, those that have left too: computed = captured + lost + pending."""
 
-    computed: Annotated[int, Meta(description="tokens whose queries were computed")]
+    computed: Annotated[
+        int, Meta(description="tokens computed, once for each feature that an engine captures")
+    ]
     captured: Annotated[int, Meta(description="of these, tokens stored, now or before")]
     pending: Annotated[
         int, Meta(description="of these, tokens in open chunks and stores under way")
