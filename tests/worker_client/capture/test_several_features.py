@@ -216,12 +216,16 @@ def test_a_layer_that_one_feature_misses_costs_that_feature_alone(name: str) -> 
     assert worker.free == 16
 
 
-def test_a_tensor_that_does_not_fit_costs_its_feature_alone() -> None:
+def test_a_tensor_that_does_not_fit_costs_its_feature_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     worker = Worker("query", "key", "value")
-    worker.step(0, CHUNK, wide="k")
-    assert worker.check("query") == worker.check("value") == [(0, CHUNK)]
+    for start in (0, CHUNK):
+        worker.step(start, start + CHUNK, wide="k")
+    assert worker.check("query") == worker.check("value") == [(0, CHUNK), (CHUNK, 2 * CHUNK)]
     assert worker.check("key") == []
-    assert worker.lost("key") == {Loss.LAYER_MISSING: CHUNK}
+    assert worker.lost("key") == {Loss.LAYER_MISSING: 2 * CHUNK}
+    assert len([r for r in caplog.records if "transfer_key missed" in r.getMessage()]) == 1
 
 
 def test_a_chunk_that_was_dropped_for_all_is_spoilt_for_none_later() -> None:

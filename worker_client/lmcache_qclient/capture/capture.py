@@ -70,6 +70,7 @@ class QRingBufferCapture:
         self.tracks: tuple[Track, ...] = ()
         self.ledger: Ledger | None = None
         self._captured: frozenset[str] = frozenset()
+        self._logged: set[str] = set()
         self._room: WaitForRoom | None = None
         self._rows_kind: type[StepRows] = HostRows
         self._forget_step()
@@ -233,16 +234,25 @@ class QRingBufferCapture:
             return
         if not self._found:
             self._find_rows(rows_behind(slot_mapping, tensors))
-        failed: list[Exception] = []
+        failed: dict[str, Exception] = {}
         for track in self.tracks:
             try:
                 track.save_layer(layer_name, tensors)
             except Exception as error:  # noqa: BLE001 - costs this track its step, and no other
-                failed.append(error)
-        if failed and len(failed) == len(self.tracks):
-            raise failed[0]
-        for cause in failed:
-            logger.error("a layer of one feature was not caught", exc_info=cause)
+                failed[track.kind.name] = error
+        if len(failed) == len(self.tracks):
+            raise next(iter(failed.values()))
+        for feature, cause in failed.items():
+            self._log_failure(feature, cause)
+
+    def _log_failure(self, feature: str, cause: Exception) -> None:
+        if feature not in self._logged:
+            self._logged.add(feature)
+            logger.error(
+                "%s missed a layer, which costs it that step (logged once a feature)",
+                feature,
+                exc_info=cause,
+            )
 
     def save_q_layer(
         self, layer_name: str, query: torch.Tensor, slot_mapping: torch.Tensor | None
