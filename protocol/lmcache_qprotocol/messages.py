@@ -379,8 +379,8 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
         generation: of the pool slot; it never comes back with other bytes.
         valid: the rows [a, c) of them that belong to the asked tokens. None: all.
         checksum: XXH3-64 of the `nbytes` bytes, most significant byte first. None: not made yet.
-        nonfinite: how many of its rows (of one token in one layer) hold NaN or Inf; always 0 for
-            types that can't.
+        nonfinite: how many of its rows (of one token in one layer) hold NaN or Inf. None: not
+            looked at yet.
     """
 
     index: Count
@@ -392,7 +392,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     generation: Count
     valid: tuple[Count, Count] | None = None
     checksum: Checksum | None = None
-    nonfinite: Count = 0
+    nonfinite: Count | None = None
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):

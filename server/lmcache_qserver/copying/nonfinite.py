@@ -1,4 +1,4 @@
-"""NaN and Inf in what has been copied: found by the lane that copied it, told by the object's metadata, never dropped.
+"""NaN and Inf in what is stored: told by the object's metadata, never dropped.
 
 Of a floating-point number as an integer, the exponent's bits being all ones says that it is not finite. So among the
 positive numbers those that are not finite are the largest as *signed* integers, and among all those with the sign bit

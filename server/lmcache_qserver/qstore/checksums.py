@@ -1,16 +1,16 @@
-"""Checksums of stored objects: made behind the store, looked at by `verify`.
+"""What is looked at behind a store: checksums of stored objects, and rows that are not finite.
 
-    commit ──note──▶ waiting ──no store under way──▶ hashed in a thread of its own ──▶ kept, told to readers
+    commit ──note──▶ waiting ──no store under way──▶ examined in a thread of its own ──▶ kept, told to readers
                         └─ evicted before its turn ──▶ (forgotten)
 
-A store's answer does not wait for a checksum (`deferred`), or brings it along (`inline`: the lane makes it behind the
-copy). Deferred ones use the moments in which nothing is stored; when there are none, one object after another is done
-nevertheless, at a slow pace.
+A store's answer waits for neither: each reads all bytes once more, and would cost a store a third of its speed or more.
+They use the moments in which nothing is stored; when there are none, one object after another is done nevertheless, at
+a slow pace. (With inline checksums the lane makes those beside the copy.) `verify` looks at everything again.
 
-Nothing is leased for hashing: an object's bytes never change while it is stored, so a checksum counts if the very same
+Nothing is leased for that: an object's bytes never change while it is stored, so what was found counts if the very same
 object is stored before and after. What is read of a slot that was freed meanwhile is thrown away.
 
-Everything but the hashing itself is on the event loop.
+Everything but the looking itself is on the event loop.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lmcache_qprotocol.messages import VerifyReply
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.copying import Lane
 from lmcache_qserver.copying.checksum import checksum
+from lmcache_qserver.copying.nonfinite import RowForm, nonfinite_rows
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.status_report import ChecksumsReport
@@ -56,12 +57,16 @@ class Checksums:
 
     Args:
         is_busy: whether stores are under way.
+        found_nonfinite: told of every object, how many of its rows hold NaN or Inf.
     """
 
-    def __init__(self, index: Index, is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, index: Index, is_busy: Callable[[], bool], found_nonfinite: Callable[[int], None]
+    ) -> None:
         self.counts = ChecksumCounts()
         self._index = index
         self._is_busy = is_busy
+        self._found_nonfinite = found_nonfinite
         self._waiting: deque[StoredObject] = deque()
         self._lane: Lane | None = None
         self._worker: asyncio.Task[None] | None = None
@@ -71,7 +76,6 @@ class Checksums:
         """An object has been committed, with its checksum or without."""
         if stored.checksum is not None:
             self.counts.made += 1
-            return
         self._waiting.append(stored)
         if len(self._waiting) > MIN_WAITING + 2 * len(self._index):
             # Without a pause few get their turn, and most are evicted before: they need not wait any more.
@@ -115,8 +119,8 @@ class Checksums:
             while self._waiting:
                 await self._wait_for_a_pause()
                 stored = self._waiting.popleft()
-                if stored.checksum is None and self._is_stored(stored):
-                    await self._make(stored)
+                if self._is_stored(stored):
+                    await self._examine(stored)
         finally:
             self._worker = None
 
@@ -131,14 +135,14 @@ class Checksums:
         for stored in self._index.objects():
             if not self._is_stored(stored):
                 continue
-            before = stored.checksum
             found = await self._hash(stored)
             if not self._is_stored(stored):
                 continue
             nbytes += stored.slot.nbytes
-            if before is None:
-                made += self._keep(stored, found)
-            elif before == found:
+            if stored.checksum is None:
+                self._keep(stored, found)
+                made += 1
+            elif stored.checksum == found:
                 verified += 1
             else:
                 corrupt += 1
@@ -146,10 +150,26 @@ class Checksums:
         self.counts.verified += verified
         return VerifyReply(verified=verified, made=made, corrupt=corrupt, nbytes=nbytes)
 
-    async def _make(self, stored: StoredObject) -> None:
+    async def _examine(self, stored: StoredObject) -> None:
+        rows = await self._look_for_nonfinite(stored)
+        if not self._is_stored(stored):
+            return
+        stored.nonfinite = rows
+        self._found_nonfinite(rows)
+        if stored.checksum is not None:
+            return
         found = await self._hash(stored)
-        if self._is_stored(stored):
+        if stored.checksum is None and self._is_stored(stored):
             self._keep(stored, found)
+
+    async def _look_for_nonfinite(self, stored: StoredObject) -> int:
+        layout = stored.description.layout
+        return await self._start_lane().run(
+            nonfinite_rows,
+            self._index.pool.peek(stored.slot),
+            RowForm(layout.dtype, layout.row_bytes),
+            timeout_s=None,
+        )
 
     async def _hash(self, stored: StoredObject) -> bytes:
         return await self._start_lane().run(
@@ -161,13 +181,9 @@ class Checksums:
             self._lane = Lane("checksums")
         return self._lane
 
-    def _keep(self, stored: StoredObject, found: bytes) -> bool:
-        """Whether it is the object's first."""
-        if stored.checksum is not None:
-            return False
+    def _keep(self, stored: StoredObject, found: bytes) -> None:
         stored.checksum = found
         self.counts.made += 1
-        return True
 
     def _drop(self, stored: StoredObject) -> None:
         self.counts.corrupt += 1

@@ -113,7 +113,9 @@ class QStoreModule:
         self._stores: set[asyncio.Task[StoreResult]] = set()
         self._draining = False
         self._inline_checksums = inline_checksums
-        self._checksums = Checksums(self.index, is_busy=lambda: bool(self._stores))
+        self._checksums = Checksums(
+            self.index, lambda: bool(self._stores), self._totals.add_nonfinite
+        )
 
     # --- instances ----------------------------------------------------------------------------------------------
 
@@ -301,7 +303,7 @@ class QStoreModule:
     ) -> None:
         outcome = run.outcome
         nbytes = outcome.stored * store.object_bytes
-        self._totals.add(outcome, nbytes, run.nonfinite)
+        self._totals.add(outcome, nbytes)
         self._totals.copied_bytes += run.copied_bytes
         self._totals.copy_s += run.copy_s
         self._bus.publish(

@@ -30,7 +30,6 @@ from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
 from lmcache_qserver.copying.checked_copy import Copied, checked_copy
 from lmcache_qserver.copying.checksum import Digest
-from lmcache_qserver.copying.nonfinite import RowForm
 from lmcache_qserver.log_fields import told
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
@@ -88,7 +87,6 @@ class StoreRun:
         self._message = ""
         self.copied_bytes = 0
         self.copy_s = 0.0
-        self._nonfinite: list[int] = []
         self._round: _Round | None = None
         self._over = False
 
@@ -101,11 +99,6 @@ class StoreRun:
             refused=dict(self._refused),
             message=self._message,
         )
-
-    @property
-    def nonfinite(self) -> tuple[int, ...]:
-        """Of each object stored with NaN or Inf, the rows that hold some; complete when `run` is over."""
-        return tuple(self._nonfinite)
 
     def begin(self) -> None:
         """The part that need not wait; call it before `run`. Raises nothing."""
@@ -234,20 +227,17 @@ class StoreRun:
             self._instance.ring,
             copies,
             self._store.event,
-            RowForm(layout.dtype, layout.row_bytes),
             timeout_s=self._copy_timeout_s,
         )
 
     def _commit(self, writes: list[Write], copied: Copied) -> None:
         store = self._store
-        self._nonfinite += [rows for rows in copied.nonfinite if rows]
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
-        found = zip(writes, copied.checksums, copied.nonfinite, strict=True)
-        for write, checksum, nonfinite in reversed(list(found)):
+        for write, checksum in reversed(list(zip(writes, copied.checksums, strict=True))):
             stored = self._index.commit(
                 write, store.description, store.rows, self._now, store.content, store.claimed
             )
-            stored.checksum, stored.nonfinite = checksum, nonfinite
+            stored.checksum = checksum
             self._committed(stored)
             self._stored += 1
             self._duplicate += self._times[write.key] - 1

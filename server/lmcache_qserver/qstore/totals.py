@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache_qprotocol.errors import ErrorCode
@@ -34,15 +33,21 @@ class StoreTotals:
     copy_s: float = 0.0
     """Seconds that copies took, of those whose bytes are counted."""
 
-    def add(self, outcome: StoreOutcome, nbytes: int, nonfinite: Sequence[int] = ()) -> None:
+    def add_nonfinite(self, rows: int) -> None:
+        """A stored object was looked at.
+
+        Args:
+            rows: of it, that hold NaN or Inf.
+        """
+        self.nonfinite_objects += rows > 0
+        self.nonfinite_rows += rows
+
+    def add(self, outcome: StoreOutcome, nbytes: int) -> None:
         """A store is over.
 
         Args:
             nbytes: bytes of the chunks stored.
-            nonfinite: of each that holds NaN or Inf, the rows that do.
         """
-        self.nonfinite_objects += len(nonfinite)
-        self.nonfinite_rows += sum(nonfinite)
         self.finished_stores += 1
         self.stored += outcome.stored
         self.duplicate += outcome.duplicate

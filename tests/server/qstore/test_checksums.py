@@ -141,7 +141,6 @@ async def test_inline_checksums_are_there_when_the_store_is_answered() -> None:
         data = world.memory.array[chunk.offset : chunk.offset + chunk.nbytes]
         assert chunk.checksum == xxhash.xxh3_64(data.tobytes()).digest()
     assert made(world) == 2
-    assert world.module.report_status()["checksums"]["waiting"] == 0
     await world.close()
 
 

@@ -13,7 +13,7 @@ from lmcache_qclient.qcache import QCacheContext, connect
 from lmcache_qclient.qcache.stitch import bits_dtype
 from lmcache_qprotocol.dtypes import DTYPE_BYTES
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
-from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
+from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon, wait_until
 from tests.worker_client.qcache.engine import CHUNK, Engine, expected, layout_of
 
 TOKENS = [7 * number % 1000 for number in range(5 * CHUNK + 3)]
@@ -247,6 +247,10 @@ def test_what_is_not_finite_is_stored_counted_and_flagged(daemon: RunningDaemon)
     engine.store(TOKENS, range(3))
     engine.store_piece(TOKENS, 3 * CHUNK, 3 * CHUNK + 5)
     engine.close()
+    with opened(daemon) as cache:
+        assert cache.retrieve(TOKENS).nonfinite, "whether the server has looked or not"
+    wait_until(lambda: daemon.status()["totals"]["nonfinite_rows"], "the server has looked")
+    wait_until(lambda: daemon.status()["checksums"]["waiting"] == 0, "at everything")
     totals = daemon.status()["totals"]
     assert (totals["nonfinite_objects"], totals["nonfinite_rows"]) == (1, 3)
     assert totals["stored"] == 4, "nothing is dropped"

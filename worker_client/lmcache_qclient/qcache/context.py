@@ -336,13 +336,17 @@ def _target(wanted: Wanted, found: Found, out: torch.Tensor | None) -> torch.Ten
 def _retrieval(
     wanted: Wanted, found: Found, tensor: torch.Tensor, out: torch.Tensor | None
 ) -> Retrieval:
+    from lmcache_qclient.qcache import tensors
+
     front = tensor[:, : found.num_tokens]
+    # Shortly after a store the server has not looked yet.
+    nonfinite = tensors.any_nonfinite(front) if found.nonfinite is None else found.nonfinite
     return Retrieval(
         tensor=front if out is not None else front.contiguous(),
         num_tokens=found.num_tokens,
         missing=found.missing,
         layer_ids=wanted.layer_ids,
-        nonfinite=found.nonfinite,
+        nonfinite=nonfinite,
         layout=wanted.layout,
     )
 

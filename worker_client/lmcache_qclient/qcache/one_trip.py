@@ -17,6 +17,7 @@ from lmcache_qclient.qcache.reading import (
     Batch,
     Found,
     Wanted,
+    any_flag,
     any_nonfinite,
     batch_size,
     copy_leading,
@@ -62,7 +63,7 @@ def lease(session: Session, wanted: Wanted) -> Leased | None:
         give_back(session, replies)
         raise
     found = found_behind_hashes(wanted, [(part, reply.missing) for part, _, reply in replies])
-    flagged = any(any_nonfinite(reply) for _, _, reply in replies)
+    flagged = any_flag(any_nonfinite(reply) for _, _, reply in replies)
     return Leased(replace(found, nonfinite=flagged), tuple(replies), asked_at)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -125,13 +125,13 @@ class Found:
         num_tokens: tokens from the first without a gap.
         missing: all that is not there on some rank, in order.
         in_pieces: by rank, the chunks that are to be asked for by their tokens.
-        nonfinite: something that has been read holds NaN or Inf.
+        nonfinite: something that has been read holds NaN or Inf; None when that is not known.
     """
 
     num_tokens: int
     missing: tuple[MissingChunk, ...]
     in_pieces: dict[int, frozenset[int]] = field(default_factory=dict, compare=False)
-    nonfinite: bool = field(default=False, compare=False)
+    nonfinite: bool | None = field(default=False, compare=False)
 
 
 def find(session: Session, wanted: Wanted) -> Found:
@@ -228,15 +228,15 @@ def read(session: Session, wanted: Wanted, found: Found, target: Bits, threads: 
     """
     num_tokens = found.num_tokens
     vanished: list[MissingChunk] = []
-    nonfinite = False
+    flags: list[bool | None] = []
     for part in wanted.layout.parts:
         in_pieces = found.in_pieces.get(part.rank, frozenset())
         of_part = _read_part(session, wanted, part, num_tokens, in_pieces, target, threads)
         num_tokens = of_part.num_tokens
-        nonfinite = nonfinite or of_part.nonfinite
+        flags.append(of_part.nonfinite)
         vanished += of_part.missing
     missing = _in_order([*found.missing, *vanished])
-    return Found(num_tokens, missing, found.in_pieces, nonfinite)
+    return Found(num_tokens, missing, found.in_pieces, any_flag(flags))
 
 
 class _PartRead(NamedTuple):
@@ -244,7 +244,7 @@ class _PartRead(NamedTuple):
 
     num_tokens: int
     missing: list[MissingChunk]
-    nonfinite: bool
+    nonfinite: bool | None
 
 
 def _read_part(
@@ -257,11 +257,12 @@ def _read_part(
     threads: int,
 ) -> _PartRead:
     """Copy the first `num_tokens` tokens of one rank."""
-    done, nonfinite = 0, False
+    done = 0
+    flags: list[bool | None] = []
     while done < num_tokens:
         batch = _next_batch(session, wanted, part, done, num_tokens, in_pieces)
         copied, reply = _read_batch(session, wanted, part, batch, target, threads)
-        nonfinite = nonfinite or any_nonfinite(reply)
+        flags.append(any_nonfinite(reply))
         if copied >= batch.end:
             done = copied
             continue
@@ -276,19 +277,27 @@ def _read_part(
             if miss.start < num_tokens
         ]
         if any(miss.start <= copied for miss in vanished):
-            return _PartRead(copied, vanished, nonfinite)
+            return _PartRead(copied, vanished, any_flag(flags))
         if copied <= done:
             raise RequestError(
                 ErrorCode.TOO_MANY_LEASES,
                 "the server leases no more to this client: use one context per reader, and read fewer at a time",
             )
         done = copied
-    return _PartRead(num_tokens, [], nonfinite)
+    return _PartRead(num_tokens, [], any_flag(flags))
 
 
-def any_nonfinite(reply: RetrieveReply) -> bool:
-    """Whether something that was leased holds NaN or Inf."""
-    return any(chunk.nonfinite for chunk in reply.chunks)
+def any_nonfinite(reply: RetrieveReply) -> bool | None:
+    """Whether something that was leased holds NaN or Inf; None when the server has not looked at all of it yet."""
+    return any_flag(
+        None if chunk.nonfinite is None else chunk.nonfinite > 0 for chunk in reply.chunks
+    )
+
+
+def any_flag(flags: Iterable[bool | None]) -> bool | None:
+    """True if one is; else None if one is not known."""
+    seen = set(flags)
+    return True if True in seen else None if None in seen else False
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Retrieval:
         missing: all that is not there, in order; some of it may lie before what is stored. Of a generated sequence the
             last token is always missing: the engine never computes its row.
         layer_ids: global layer index of each row of the layer axis.
-        nonfinite: one of the stored objects that this was read from holds NaN or Inf, as the engine computed it; look
-            for it with `tensor.isfinite()`. It may lie in rows or layers that were not asked for.
+        nonfinite: this, or one of the stored objects that it was read from, holds NaN or Inf, as the engine computed
+            it; look for it with `tensor.isfinite()`. It may lie in rows or layers that were not asked for.
         layout: how it is stored: feature, dtype, heads, ranks.
         axes: names of the tensor's axes.
     """

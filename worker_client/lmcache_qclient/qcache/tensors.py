@@ -87,6 +87,14 @@ def numpy_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
+def any_nonfinite(tensor: torch.Tensor) -> bool:
+    """Whether it holds NaN or Inf; layer by layer, so that no second tensor of its size is made."""
+    if not tensor.is_floating_point():
+        return False
+    as_known = torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype
+    return any(not bool(torch.isfinite(layer.to(as_known)).all()) for layer in tensor)
+
+
 def bits_of(tensor: torch.Tensor, layout: StoredLayout) -> Bits:
     """The tensor's memory as unsigned integers, same shape; no copy."""
     dtype = bits_dtype(layout.dtype)
