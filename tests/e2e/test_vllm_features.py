@@ -6,6 +6,7 @@ from one that captures all layers of all features.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,9 +237,13 @@ def test_tokens_sample_and_what_requests_say(tmp_path: Path) -> None:
         assert coverage["captured"] == sum(expected)
         assert lost == {"not_selected": report["computed"] - sum(expected)}
         assert "unknown key layer; known: capture, tokens, layers" in log
+        sequences = [request["token_ids"] for request in report["requests"]]
         with connect(daemon.url, daemon.http_url, MODEL) as cache:
-            for request, some in zip(report["requests"], expected, strict=True):
-                found = cache.lookup(request["token_ids"])
-                length = len(request["token_ids"])
+            for sequence, some in zip(sequences, expected, strict=True):
+                found = cache.lookup(sequence)
                 gone = sum(miss.end - miss.start for miss in found.missing)
-                assert length - gone == some
+                # Two prompts may begin with the same tokens, whose rows are the same then.
+                others = [other for other in sequences if other is not sequence]
+                shared = max(len(os.path.commonprefix([sequence, other])) for other in others)
+                assert shared < 10
+                assert some <= len(sequence) - gone <= some + shared
