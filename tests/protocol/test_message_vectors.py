@@ -200,7 +200,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "store_q legacy": (LEGACY_KEY, 4242, ((3, 4),), b"\xe0\xe1"),
     "begin_upload_q": (PIECE_KEY, 4242, m.StoreProof(nonces=(3,))),
     "upload_part_q": (12, 1 << 24, memoryview(bytes(range(7)))),
-    "end_upload_q": (12, memoryview(bytes.fromhex("0301000003000000" "0401000003000000"))),
+    "end_upload_q": (12, memoryview(bytes.fromhex("03010000030000000401000003000000"))),
     "get_chunk_size native": (),
     "get_chunk_size legacy": (),
     "ping native": (4242, REPORT),
@@ -235,9 +235,7 @@ REPLIES: dict[str, Any] = {
         session=SESSION,
         features=("transfer_query",),
         chunk_size=256,
-        limits=Limits(
-            bulk_bytes=16773120, bulk_outstanding_bytes=67108864, upload_ms=60000
-        ),
+        limits=Limits(bulk_bytes=16773120, bulk_outstanding_bytes=67108864, upload_ms=60000),
         lifeline="/run/lmcache-qserver/lifeline.sock",
     ),
     "register_q_cache native reply": None,
@@ -314,7 +312,9 @@ def load() -> list[dict[str, Any]]:
 def packed(message: dict[str, Any]) -> list[str]:
     """The frames of a message by the independent packer; a bulk frame is what it is."""
     return [
-        value["$bulk"] if isinstance(value, dict) and "$bulk" in value else pack(from_json(value)).hex()
+        value["$bulk"]
+        if isinstance(value, dict) and "$bulk" in value
+        else pack(from_json(value)).hex()
         for value in message["plain"]
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from lmcache_qprotocol.codec import Reply, decode_reply, encode, encode_request
+from lmcache_qprotocol.codec import Frame, Reply, decode_reply, encode, encode_request
 from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.lifeline import (
     MAX_PACKET_BYTES,
@@ -47,7 +47,7 @@ class BareClient:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: Sequence[Frame]) -> None:
         """Frames as they are."""
         self.socket.send_multipart(frames)
 
