@@ -4,8 +4,8 @@
     reply     [uid, op, result?]             to a client that has not said hello; absent means None
     reply     [uid, op, result, ReplyMeta]   to a client that has; nil for None and for errors
 
-Every frame is one msgpack value, but for bulk frames, which are plain bytes (operations.py). Whatever bytes come in, decoding gives a message or raises
-ProtocolError.
+Every frame is one msgpack value, but for bulk frames, which are plain bytes (operations.py).
+Whatever bytes come in, decoding gives a message or raises ProtocolError.
 """
 
 from __future__ import annotations

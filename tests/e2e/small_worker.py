@@ -17,7 +17,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import AUTO, Connection
 from tests.worker_client.capture.fake_vllm import (
     FullAttentionSpec,
     cache_config,
@@ -45,6 +45,7 @@ class SmallWorker:
     Args:
         layers: global numbers of the layers that it has.
         heads, head_dim: of its queries; `queries` has to give such.
+        transport: how its bytes go.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class SmallWorker:
         layers: Sequence[int] = range(LAYERS),
         heads: int = HEADS,
         head_dim: int = HEAD_DIM,
+        transport: str = AUTO,
     ) -> None:
         self.account = Account()
         self.adapter = QRingBufferAdapter(
-            Connection.open(url, client="small worker"),
+            Connection.open(url, client="small worker", transport=transport),
             instance_id=instance_id,
             model_name=MODEL,
             world_size=1,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_qserver.copying.checksum import checksum
 from lmcache_qserver.copying.chunk_copy import ChunkCopy, StampFault, check_stamps, clear_others
 from lmcache_qserver.copying.ring_geometry import RingGeometry
 
@@ -49,13 +50,20 @@ def copy_part(target: npt.NDArray[np.uint8], part: memoryview) -> None:
     np.copyto(target, np.frombuffer(part, dtype=np.uint8))
 
 
-def prove(chunk: ChunkCopy, block_size: int, stamps: memoryview) -> StampFault | None:
+def prove(
+    chunk: ChunkCopy, block_size: int, stamps: memoryview, with_checksum: bool
+) -> tuple[StampFault | None, bytes | None]:
     """Compare the stamps of a chunk whose rows are all there, and clear rows that are not its own.
 
     Args:
         chunk: its `block_ids` only say how many there are.
         stamps: one `WIRE_STAMP` per row.
+        with_checksum: make the object's checksum, if its stamps are right.
+
+    Returns:
+        What is wrong, and the checksum.
     """
     clear_others(chunk, block_size)
     found = np.frombuffer(stamps, dtype=WIRE_STAMP).astype(np.int64, copy=False)
-    return check_stamps(found, chunk.first_stamp, 0)
+    fault = check_stamps(found, chunk.first_stamp, 0)
+    return fault, checksum(chunk.target) if with_checksum and fault is None else None

@@ -102,12 +102,17 @@ class Leases:
         """The slot at this place of a lease that holds.
 
         Raises:
-            RequestError: unknown_lease when it is over, or is not this client's; bad_payload for a place beyond its end.
+            RequestError: unknown_lease when it is over, or is not this client's; bad_payload beyond its end.
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.client != client or lease.expires_at <= now:
             raise RequestError(
                 ErrorCode.UNKNOWN_LEASE, f"you hold no lease {lease_id} any more: retrieve again"
+            )
+        if 0 <= place < len(lease.slots) and lease.slots[place].doomed:
+            raise RequestError(
+                ErrorCode.UNKNOWN_LEASE,
+                f"chunk {place} of lease {lease_id} has been dropped meanwhile: retrieve again",
             )
         if not 0 <= place < len(lease.slots):
             raise RequestError(

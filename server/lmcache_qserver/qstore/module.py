@@ -110,17 +110,8 @@ class QStoreModule:
         self.registry = Registry(reap_timeout_s, registration_grace_s)
         cap_bytes = int(pool.usage().capacity_bytes * max_lease_share)
         self.leases = Leases(pool, cap_bytes, lease_timeout_s)
-        self.uploads = Uploads(
-            self.index,
-            cap_bytes=cap_bytes,
-            timeout_s=upload_timeout_s,
-            copy_timeout_s=copy_timeout_s,
-        )
         self._pool = pool
         self._bus = bus
-        self._lifecycle = Lifecycle(
-            self.registry, chunk_size, features, copy_timeout_s, self.uploads.instance_leaves
-        )
         self._copy_timeout_s = copy_timeout_s
         self._clock = clock
         self._coverage = Coverage()
@@ -131,6 +122,17 @@ class QStoreModule:
         self._draining = False
         self._inline_checksums = inline_checksums
         self._checksums = Checksums(self.index, is_busy=lambda: bool(self._stores))
+        self.uploads = Uploads(
+            self.index,
+            cap_bytes=cap_bytes,
+            timeout_s=upload_timeout_s,
+            copy_timeout_s=copy_timeout_s,
+            on_stored=self._checksums.note,
+            inline_checksums=inline_checksums,
+        )
+        self._lifecycle = Lifecycle(
+            self.registry, chunk_size, features, copy_timeout_s, self.uploads.instance_leaves
+        )
 
     # --- instances ----------------------------------------------------------------------------------------------
 

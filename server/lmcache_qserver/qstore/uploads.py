@@ -19,6 +19,7 @@ from lmcache_qserver.copying.inline import copy_part, prove
 from lmcache_qserver.qstore.index import Index, Write
 from lmcache_qserver.qstore.instance import Instance, InstanceState
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
+from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.qstore.upload import Upload
 from lmcache_qserver.status_report import UploadsReport
 
@@ -33,15 +34,26 @@ class Uploads:
         cap_bytes: what one client's unfinished uploads may reserve; one upload may be larger if it is alone.
         timeout_s: an upload that is not complete after so long is given up.
         copy_timeout_s: seconds for the copy of one part.
+        on_stored: told of every object, after its commit.
+        inline_checksums: whether lanes make their checksums.
     """
 
     def __init__(
-        self, index: Index, *, cap_bytes: int, timeout_s: float, copy_timeout_s: float
+        self,
+        index: Index,
+        *,
+        cap_bytes: int,
+        timeout_s: float,
+        copy_timeout_s: float,
+        on_stored: Callable[[StoredObject], None],
+        inline_checksums: bool,
     ) -> None:
         self.timeout_s = timeout_s
         self.cap_bytes = cap_bytes
         self._index = index
         self._copy_timeout_s = copy_timeout_s
+        self._on_stored = on_stored
+        self._inline_checksums = inline_checksums
         self._open: dict[int, Upload] = {}
         """By id. All have the same time, so the order of ids is the order of expiry."""
         self._count: Counter[Hashable] = Counter()
@@ -79,8 +91,8 @@ class Uploads:
         if upload is None or upload.client != client or upload.sealing:
             raise RequestError(
                 ErrorCode.UNKNOWN_UPLOAD,
-                f"no upload {upload_id} of yours takes bytes: it is complete, or was given up (after {self.timeout_s:g} "
-                "s at the latest); nothing that was not answered as stored is stored",
+                f"no upload {upload_id} of yours takes bytes: it is complete, or was given up (after "
+                f"{self.timeout_s:g} s at the latest); nothing that was not answered as stored is stored",
             )
         return upload
 
@@ -104,7 +116,7 @@ class Uploads:
             )
             upload.watch(job)
             await job.outcome
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is the client's to know
             self.give_up(upload, f"a part could not be copied: {error}")
             raise RequestError(ErrorCode.UNKNOWN_UPLOAD, f"it was given up: {error}") from None
 
@@ -130,10 +142,11 @@ class Uploads:
                 upload.chunk_copy(),
                 upload.store.description.block_size,
                 stamps,
+                self._inline_checksums,
                 timeout_s=self._copy_timeout_s,
             )
             upload.watch(job)
-            fault = await job.outcome
+            fault, checksum = await job.outcome
         except BaseException as error:
             self._fail(upload, LossReason.COPY_FAILED, f"the copy failed: {error}")
             if not isinstance(error, Exception):
@@ -149,7 +162,7 @@ class Uploads:
             self._fail(upload, LossReason.COPY_FAILED, "the instance was released meanwhile")
         else:
             store = upload.store
-            self._index.commit(
+            stored = self._index.commit(
                 upload.write,
                 store.description,
                 store.rows,
@@ -157,6 +170,8 @@ class Uploads:
                 store.content,
                 store.claimed,
             )
+            stored.checksum = checksum
+            self._on_stored(stored)
             self._end(upload, StoreOutcome(stored=1))
         return upload.ended.result()
 
@@ -259,7 +274,8 @@ class Uploads:
         if count >= MAX_OPEN or (count and held + nbytes > self.cap_bytes):
             raise RequestError(
                 ErrorCode.BUSY,
-                f"{count} uploads of {held} bytes are unfinished, {MAX_OPEN} of {self.cap_bytes} are the most; end some",
+                f"{count} uploads of {held} bytes are unfinished, {MAX_OPEN} of {self.cap_bytes} are the most: "
+                "end some",
             )
         self._count[client] += 1
         self._held[client] += nbytes

@@ -31,13 +31,19 @@ TIMEOUT_MS = 10_000
 
 
 class BareClient:
-    """One DEALER socket."""
+    """One DEALER socket.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        unread: answers that ZeroMQ takes ahead of `receive`; None for its default.
+    """
+
+    def __init__(self, url: str, unread: int | None = None) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         self.socket.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
+        if unread is not None:
+            self.socket.setsockopt(zmq.RCVHWM, unread)
         self.socket.connect(url)
         self._uid = 0
 

@@ -139,7 +139,10 @@ class MainLoop:
             for place, frame in enumerate(frames):
                 flags = NOBLOCK | SNDMORE * (place < len(frames) - 1)
                 if type(frame) is memoryview:
-                    tracker = self._socket.send(frame, flags, copy=False, track=True)
+                    # However short it is: what ZeroMQ copies, nobody counts.
+                    bulk = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+                    self._socket.send(bulk, flags, copy=False)
+                    tracker = bulk.tracker
                 else:
                     self._socket.send(frame, flags)
         except zmq.ZMQError as error:

@@ -311,15 +311,16 @@ async def test_a_second_writer_shares_what_the_first_stores(world: World, worker
 
 
 async def test_a_client_holds_a_part_of_the_pool_at_most(world: World, worker: Inline) -> None:
-    """16 chunks fit into the pool, a quarter of them into one client's unfinished uploads."""
-    for sequence in range(4):
+    """A quarter of it."""
+    most = 16 * SPAN // 4 // CHUNK_BYTES
+    for sequence in range(most):
         await worker.begin(sequence)
     with pytest.raises(RequestError) as caught:
-        await worker.begin(4)
+        await worker.begin(most)
     assert caught.value.code is ErrorCode.BUSY
-    assert world.pool.usage().reserved_bytes == 4 * SPAN
+    assert world.pool.usage().reserved_bytes == most * SPAN
     other = await Inline(world, "c2", 2).register()
-    assert (await other.begin(4)).upload_id
+    assert (await other.begin(most)).upload_id
     await world.module.client_gone("c1", world.now)
     await world.module.client_gone("c2", world.now)
     is_empty(world)

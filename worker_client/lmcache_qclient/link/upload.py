@@ -1,7 +1,7 @@
 """Storing by messages: one chunk (or piece) in parts, out of memory that the server can't reach.
 
     ask (begin) ─▶ nothing to send: stored already, or no room
-               └─▶ gather a part, send it, gather the next, ... ─▶ gather the stamps, send them (end) ─▶ stored, or refused
+               └─▶ gather a part, send it, gather the next, ... ─▶ gather the stamps, send them (end) ─▶ the end
 
 Rows are gathered before stamps: stamps that are right then prove every row, as behind the server's own copy
 (PROTOCOL.md, Stamps). Parts are gathered into a few buffers that are used again when the server has answered for them,

@@ -1,14 +1,18 @@
-"""The server's pool, mapped for reading."""
+"""The server's pool, mapped for reading: the source of a reader on the server's host."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_qclient.link.lifeline import LifelineClient
+from lmcache_qclient.qcache.copies import copy_all
+from lmcache_qclient.qcache.source import ChunkRead
+from lmcache_qclient.qcache.stitch import row_copies
 
 MADV_POPULATE_READ = 22
 """Linux 5.14; the mmap module has no name for it."""
@@ -52,6 +56,15 @@ class PoolMap:
             mapped = mmap.mmap(self.lifeline.pool_fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
             self._bytes = np.frombuffer(mapped, dtype=np.uint8)
         return self._bytes
+
+    def read(self, lease_id: int, reads: Sequence[ChunkRead], threads: int) -> None:
+        """See `Source`. It can't tell whether the lease holds: `Session.still_leased` does, behind the last byte."""
+        copies = []
+        for one in reads:
+            begin, end = one.chunk.offset, one.chunk.offset + one.chunk.nbytes
+            self.populate(begin, one.chunk.nbytes)
+            copies += row_copies(self.bytes()[begin:end], one.chunk, one.rows, one.target)
+        copy_all(copies, threads)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Get the pages of a range of the pool that is about to be read; a kernel that can't leaves it to faults."""

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import INLINE, Connection
+from lmcache_qclient.qcache.fetched import Fetched
 from lmcache_qclient.qcache.pool_map import PoolMap
+from lmcache_qclient.qcache.source import Source
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.operations import Operation
 
@@ -38,6 +40,7 @@ class Session:
         self._clock = clock
         self._lock = threading.Lock()
         self._pool: PoolMap | None = None
+        self._fetched: Fetched | None = None
         self._broken = False
 
     def run(self, work: Callable[[], Result]) -> Result:
@@ -83,16 +86,22 @@ class Session:
             asked_at: seconds, before the request was sent.
             lease_ms: as the reply said; 0 when it did not.
         """
+        if self.connection.transport == INLINE:
+            return True  # the server answered for every byte, which it does under a lease that holds only
         lifeline = self.connection.lifeline
         in_time = (self._clock() - asked_at) * 1000 < lease_ms
         return in_time and lifeline is not None and lifeline.is_open()
 
-    def pool(self) -> PoolMap:
-        """The server's pool for reading; only inside `run`.
+    def source(self) -> Source:
+        """What reads the bytes of leases; only inside `run`.
 
         Raises:
-            RequestError(lifeline_required): the server's memory can't be reached from here.
+            RequestError(lifeline_required): the server's memory can't be reached from here, and bytes don't go inline.
         """
+        if self.connection.transport == INLINE:
+            if self._fetched is None:
+                self._fetched = Fetched(self.connection, self._timeout_s)
+            return self._fetched
         lifeline = self.connection.lifeline
         if lifeline is None:
             raise RequestError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
 from lmcache_qclient.features.registry import TRANSFER_QUERY
+from lmcache_qclient.link.connection import AUTO, TRANSPORTS
 
 TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
 PREFIX = "lmcache.q."
@@ -21,6 +22,7 @@ KNOWN: dict[str, str] = {
     "lmcache.q.on_full": "when the ring is full: drop rows (counted as ring_full), or wait for stores (drop)",
     "lmcache.q.full_wait_s": "with on_full=wait: most seconds that one step waits (0.1)",
     "lmcache.q.tails": "store chunks that were not computed whole, as pieces (true)",
+    "lmcache.q.transport": "how bytes go: shm, inline, or auto: shm where the server's Unix socket is reachable (auto)",
     "lmcache.q.connect_timeout_s": "seconds to wait for the server at start (10)",
     "lmcache.q.heartbeat_s": "seconds between two pings (10)",
 }
@@ -36,6 +38,7 @@ class Settings:
         server_url: ZeroMQ address.
         ring: size of the ring, and whether pieces are stored.
         connect_timeout_s, heartbeat_s: seconds.
+        transport: one of `TRANSPORTS`.
     """
 
     features: tuple[str, ...] = ()
@@ -43,6 +46,7 @@ class Settings:
     ring: RingSettings = field(default_factory=RingSettings)
     connect_timeout_s: float = 10.0
     heartbeat_s: float = 10.0
+    transport: str = AUTO
 
 
 def parse_settings(extra: Mapping[str, Any]) -> Settings:
@@ -72,6 +76,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
             extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s
         ),
         heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
+        transport=_transport(extra.get("lmcache.q.transport", defaults.transport)),
     )
 
 
@@ -81,6 +86,12 @@ def _full_wait_s(extra: Mapping[str, Any]) -> float:
         raise ValueError(f"lmcache.q.on_full is drop or wait, not {on_full!r}")
     wait_s = _seconds(extra, "lmcache.q.full_wait_s", 0.1)
     return wait_s if on_full == "wait" else 0.0
+
+
+def _transport(value: Any) -> str:
+    if value not in TRANSPORTS:
+        raise ValueError(f"lmcache.q.transport is one of {', '.join(TRANSPORTS)}, not {value!r}")
+    return str(value)
 
 
 def _flag(key: str, value: Any) -> bool:
