@@ -139,6 +139,20 @@ def test_a_server_may_refuse_bytes_inline() -> None:
         worker.capture.shutdown()
 
 
+def test_a_lease_that_is_over_gives_no_bytes() -> None:
+    with running_daemon(chunk_size=CHUNK, lease_timeout_s=0.001) as daemon:
+        worker = SmallWorker(daemon.url, transport="inline")
+        worker.prefill("a", TOKENS)
+        worker.finish_step()
+        worker.settle("a")
+        with connect(daemon.url, daemon.http_url, MODEL, transport="inline") as cache:
+            out = torch.full((LAYERS, len(TOKENS), HEADS, HEAD_DIM), -1.0)
+            with pytest.raises(RequestError, match="ran out 3 times") as caught:
+                cache.retrieve(TOKENS, out=out)
+            assert caught.value.code is ErrorCode.UNKNOWN_LEASE
+        worker.capture.shutdown()
+
+
 def test_an_unknown_transport_is_refused_with_the_list(daemon: RunningDaemon) -> None:
     with pytest.raises(ValueError, match="auto, shm, inline"):
         connect(daemon.url, daemon.http_url, MODEL, transport="rdma")
