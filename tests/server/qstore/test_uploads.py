@@ -110,7 +110,7 @@ def is_empty(world: World) -> None:
     assert usage.free_bytes + usage.committed_bytes + usage.leased_bytes == usage.capacity_bytes
     world.module.index.validate()
     summary = world.module.uploads.summary()
-    assert (summary["open"], summary["bytes"]) == (0, 0)
+    assert (summary.open, summary.bytes) == (0, 0)
 
 
 async def test_what_is_uploaded_is_read_byte_for_byte(world: World, worker: Inline) -> None:
@@ -221,7 +221,7 @@ async def test_an_upload_whose_time_is_over_is_given_up(world: World) -> None:
     end = world.events[-1]
     assert isinstance(end, StoreEnd)
     assert end.refused == {LossReason.COPY_FAILED: 1}
-    assert world.module.uploads.summary()["given_up"] == 1
+    assert world.module.uploads.summary().given_up == 1
     with pytest.raises(RequestError) as caught:
         await worker.part(reply.upload_id, PART, bytes(PART))
     assert caught.value.code is ErrorCode.UNKNOWN_UPLOAD
@@ -275,7 +275,7 @@ async def test_a_slot_is_not_free_before_its_last_copy_is_over(
     sending = asyncio.ensure_future(worker.part(reply.upload_id, 0, bytes(PART)))
     await held.wait()
     world.module.uploads.expire(world.now + 1e9)
-    assert world.module.uploads.summary()["open"] == 0
+    assert world.module.uploads.summary().open == 0
     assert world.pool.usage().reserved_bytes == SPAN
     world.gate.open.set()
     await until(lambda: world.pool.usage().reserved_bytes == 0)
