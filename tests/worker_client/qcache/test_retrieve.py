@@ -307,7 +307,6 @@ def test_without_a_way_to_the_servers_memory(daemon: RunningDaemon, transport: s
         daemon_socket = daemon.folder / "lifeline.sock"
         daemon_socket.rename(daemon.folder / "moved.sock")
         context._session._renew()
-        (daemon.folder / "moved.sock").rename(daemon_socket)
         assert context.lookup(TOKENS).num_tokens == 5 * CHUNK
         if transport == "auto":
             assert context.transport == "inline"
@@ -317,6 +316,7 @@ def test_without_a_way_to_the_servers_memory(daemon: RunningDaemon, transport: s
             with pytest.raises(RequestError) as caught:
                 context.retrieve(TOKENS)
             assert caught.value.code is ErrorCode.LIFELINE_REQUIRED
+        (daemon.folder / "moved.sock").rename(daemon_socket)
     engine.close()
 
 
