@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ from tests.e2e.small_worker import BLOCK, HEAD_DIM, HEADS, LAYERS, MODEL, SmallW
 
 CHUNK = 64
 TOKENS = list(range(1000, 1000 + 3 * CHUNK + 10))
-SMALL_MESSAGES = {"max_message_bytes": "64KiB"}
+SMALL_MESSAGES: dict[str, Any] = {"max_message_bytes": "64KiB"}
 LARGE_CHUNK = 1024
 """Of 196,608 bytes: four parts of 60 KiB."""
 
@@ -310,7 +311,8 @@ def fetches(daemon: RunningDaemon, code: str | None = None) -> float:
 def as_rows(chunk: memoryview) -> npt.NDArray[np.float32]:
     """`[layers, tokens, heads, head_dim]` of a whole chunk's bytes."""
     blocks = np.frombuffer(chunk, np.float32).reshape(-1, LAYERS, BLOCK, HEADS, HEAD_DIM)
-    return blocks.transpose(1, 0, 2, 3, 4).reshape(LAYERS, -1, HEADS, HEAD_DIM)
+    rows: npt.NDArray[np.float32] = blocks.transpose(1, 0, 2, 3, 4)
+    return rows.reshape(LAYERS, -1, HEADS, HEAD_DIM)
 
 
 def test_a_reader_that_dies_in_the_middle_gives_everything_back() -> None:

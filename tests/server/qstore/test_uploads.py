@@ -11,7 +11,13 @@ import pytest
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.hashing import NONE_HASH, chunk_hash
-from lmcache_qprotocol.messages import StoreOutcome, StoreProof, StoreResult, UploadReply
+from lmcache_qprotocol.messages import (
+    RingDescription,
+    StoreOutcome,
+    StoreProof,
+    StoreResult,
+    UploadReply,
+)
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import first_stamp
 from lmcache_qserver.copying import inline
@@ -24,7 +30,6 @@ from tests.server.qstore.fake_worker import (
     CHUNK_SIZE,
     LAYOUT,
     MODEL,
-    RingDescription,
     proof_of,
     query_of,
     range_key,

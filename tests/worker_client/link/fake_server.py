@@ -166,12 +166,13 @@ class FakeServer:
             self._greeted.add(identity)
         meta = ReplyMeta(self.boot_id) if identity in self._greeted else None
         try:
-            reply = encode_result(request.uid, request.op_frame, self.answers[name](request), meta)
+            result = self.answers[name](request)
+            reply = [*map(bytes, encode_result(request.uid, request.op_frame, result, meta))]
         except Silence:
             return
         except RequestError as error:
             failed = ReplyMeta(self.boot_id, error.code, error.message)
-            reply = encode_error(request.uid, request.op_frame, failed)
+            reply = [*encode_error(request.uid, request.op_frame, failed)]
         if self.holding:
             self.held.append([identity, *reply])
         else:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_qclient.link.lifeline import LifelineClient
-from lmcache_qclient.qcache.copies import copy_all
+from lmcache_qclient.qcache.copies import Copy, copy_all
 from lmcache_qclient.qcache.source import ChunkRead
 from lmcache_qclient.qcache.stitch import row_copies
 
@@ -59,7 +59,7 @@ class PoolMap:
 
     def read(self, lease_id: int, reads: Sequence[ChunkRead], threads: int) -> None:
         """See `Source`. It can't tell whether the lease holds: `Session.still_leased` does, behind the last byte."""
-        copies = []
+        copies: list[Copy] = []
         for one in reads:
             begin, end = one.chunk.offset, one.chunk.offset + one.chunk.nbytes
             self.populate(begin, one.chunk.nbytes)
