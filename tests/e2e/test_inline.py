@@ -176,7 +176,7 @@ def test_a_flipped_stamp_is_refused_counted_and_a_miss(daemon: RunningDaemon) ->
     worker.finish_step()
     worker.settle("a")
     assert worker.account.lost[LossReason.STAMP_MISMATCH] == CHUNK
-    assert daemon.metrics()['lmcache_mp_store_chunks_total{outcome="stamp_mismatch"}'] == 1
+    assert daemon.metrics()['lmcache_mp_store_refused_chunks_total{reason="stamp_mismatch"}'] == 1
     with connect(daemon.url, daemon.http_url, MODEL, transport="inline") as cache:
         found = cache.retrieve(TOKENS)
     assert torch.equal(found.tensor, expected(CHUNK))
@@ -206,7 +206,7 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_within_the_announced_time(
         status = daemon.status()
         assert status["uploads"]["given_up"] == 1
         assert status["pool"]["committed_bytes"] == 0
-        assert daemon.metrics()['lmcache_mp_store_chunks_total{outcome="copy_failed"}'] == 1
+        assert daemon.metrics()['lmcache_mp_store_refused_chunks_total{reason="copy_failed"}'] == 1
 
 
 def test_a_restarted_server_is_found_again() -> None:
