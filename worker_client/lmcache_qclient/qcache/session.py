@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lmcache_qclient.link.connection import INLINE, Connection
+from lmcache_qclient.link.requests import ReplyFuture
 from lmcache_qclient.qcache.fetched import Fetched
 from lmcache_qclient.qcache.pool_map import PoolMap
 from lmcache_qclient.qcache.source import Source
@@ -15,6 +17,9 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.operations import Operation
 
 Result = TypeVar("Result")
+
+CLOSE_S = 1.0
+"""How long `close` waits for an answer."""
 
 _STRANGER = frozenset({ErrorCode.HELLO_REQUIRED, ErrorCode.LIFELINE_REQUIRED})
 """What a server says that does not know our session."""
@@ -41,6 +46,7 @@ class Session:
         self._lock = threading.Lock()
         self._pool: PoolMap | None = None
         self._fetched: Fetched | None = None
+        self._told: ReplyFuture | None = None
         self._broken = False
 
     def run(self, work: Callable[[], Result]) -> Result:
@@ -70,7 +76,7 @@ class Session:
 
     def tell(self, operation: Operation, payloads: tuple[Any, ...]) -> None:
         """One request whose answer nobody waits for; only inside `run`. Its failure is of no concern."""
-        self.connection.link.submit(operation, payloads)
+        self._told = self.connection.link.submit(operation, payloads)
 
     def now(self) -> float:
         """Seconds, monotonic; what leases are measured in."""
@@ -117,7 +123,14 @@ class Session:
         """Close the connection; the mapping goes with the last array over it."""
         with self._lock:
             self._pool = None
+            self._wait_for_what_was_told()
             self.connection.close()
+
+    def _wait_for_what_was_told(self) -> None:
+        """Without a lifeline only the last release gives leases back before their time."""
+        if self.connection.transport == INLINE and self._told is not None:
+            with contextlib.suppress(Exception):  # it is of no concern any more
+                self._told.exception(CLOSE_S)
 
     def _is_stale(self) -> bool:
         return self._broken or not self.connection.is_alive()
