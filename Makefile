@@ -18,7 +18,7 @@ $(1)/bin/python -m pip install --progress-bar off --constraint constraints.txt $
 	|| { grep -v '^WARNING' $(1)/pip.log >&2; exit 1; }
 endef
 
-.PHONY: help demo test test-faults test-prometheus test-vllm check bench clean
+.PHONY: help demo test test-faults test-prometheus test-vllm check fuzz bench clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -44,6 +44,10 @@ check: .venv/.ready  ## lint, format, types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy $(CODE)
+
+SECONDS_TO_FUZZ ?= 30
+fuzz: .venv/.ready  ## coverage-guided fuzzing of codec, dispatcher and gates (SECONDS_TO_FUZZ=30)
+	.venv/bin/python -m tests.fuzz --seconds $(SECONDS_TO_FUZZ)
 
 bench: .venv-vllm/.ready  ## measure what capture and the server cost
 	$(ENGINE_ENV) .venv-vllm/bin/python -m benchmarks

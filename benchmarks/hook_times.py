@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lmcache_qclient.capture.tensor_kind import LayerSink
 from lmcache_qclient.features.dispatcher import Dispatcher
-from lmcache_qclient.features.feature import LayerSink
 
 HOOKS = (
     "_on_first_layer",

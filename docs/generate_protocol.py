@@ -77,7 +77,7 @@ def _fixed_array_words(info: Any) -> str:
 
 
 def _map_words(info: Any) -> str:
-    return f"map of {in_words(info.key_type)} to {in_words(info.value_type)}"
+    return f"map{_size_words(info)} of {in_words(info.key_type)} to {in_words(info.value_type)}"
 
 
 _WORDS: dict[type, Callable[[Any], str]] = {

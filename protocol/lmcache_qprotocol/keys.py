@@ -24,8 +24,13 @@ from lmcache_qprotocol.limits import (
 KEY_CONTEXT = "lmcache-qserver 2026-11 object key v1"
 SALT_CONTEXT = "lmcache-qserver 2026-11 salt v1"
 
-FEATURE_SUFFIX = {"transfer_query": "##query"}
-"""What a feature adds to the model's name in keys."""
+FEATURE_SUFFIX = {
+    "transfer_query": "##query",
+    "transfer_key": "##key",
+    "transfer_value": "##value",
+    "transfer_attention_output": "##attention_output",
+}
+"""What a feature adds to the model's name in keys; the list of known features."""
 
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]

@@ -61,9 +61,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * self.head_dim
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one layer on this rank."""
+        return self.hidden_dim * DTYPE_BYTES[self.dtype]
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
-        return len(self.layer_ids) * self.hidden_dim * DTYPE_BYTES[self.dtype]
+        return len(self.layer_ids) * self.row_bytes
 
 
 def layout_id(layout: Layout) -> bytes:

@@ -24,6 +24,8 @@ MAX_ITEMS = 4096
 """Items that begin in one chunk; items of one sequence that a store tells of."""
 MAX_IDENTITIES = 256
 """Identities in one answer."""
+MAX_OPAQUE = 1024
+"""Entries of a map that nobody reads."""
 MAX_RECENT_REQUESTS = 32
 """Requests that one worker's report tells one by one."""
 MAX_BULK_BYTES = 16 * MIB

@@ -22,6 +22,7 @@ from lmcache_qprotocol.limits import (
     MAX_ITEMS,
     MAX_LAYERS,
     MAX_NAME_CHARS,
+    MAX_OPAQUE,
     MAX_PARTIALS,
     MAX_RECENT_REQUESTS,
     MAX_TOKENS,
@@ -44,9 +45,9 @@ TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
 Items = Annotated[tuple[ItemIdentity, ...], Meta(max_length=MAX_ITEMS)]
 Checksum = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Token16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
-OpaqueMap = dict[str, msgspec.Raw]
-"""A legacy map that nobody reads: its values stay bytes, else a frame could become millions of
-objects."""
+OpaqueMap = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_OPAQUE)]
+"""A legacy map that nobody reads: its values stay bytes and its keys are few, else a frame could
+become millions of objects."""
 
 
 # --- connection -----------------------------------------------------------------------------------
@@ -399,6 +400,8 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
         generation: of the pool slot; it never comes back with other bytes.
         valid: the rows [a, c) of them that belong to the asked tokens. None: all.
         checksum: XXH3-64 of the `nbytes` bytes, most significant byte first. None: not made yet.
+        nonfinite: how many of its rows (of one token in one layer) hold NaN or Inf; always 0 for
+            types that can't.
     """
 
     index: Count
@@ -410,6 +413,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     generation: Count
     valid: tuple[Count, Count] | None = None
     checksum: Checksum | None = None
+    nonfinite: Count = 0
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):

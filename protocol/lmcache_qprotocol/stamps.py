@@ -30,3 +30,8 @@ def first_stamp(nonce: int, position: int) -> int:
     if not 0 <= position < NONCE_LIMIT:
         raise ValueError(f"position must be in [0, {NONCE_LIMIT}), not {position}")
     return nonce << 32 | position
+
+
+def nonce_of(stamp: int) -> int:
+    """The nonce of a stamp that is not EMPTY."""
+    return stamp >> 32

@@ -94,6 +94,10 @@ class TotalsReport(msgspec.Struct, frozen=True, kw_only=True):
     duplicate: Annotated[int, Meta(description="chunks that were there before")]
     refused: Annotated[dict[str, int], Meta(description="chunks refused, by `LossReason`")]
     stored_bytes: Annotated[int, Meta(description="bytes of the chunks stored")]
+    nonfinite_objects: Annotated[int, Meta(description="objects stored that hold NaN or Inf")]
+    nonfinite_rows: Annotated[
+        int, Meta(description="their rows (of one token in one layer) that hold some")
+    ]
     rejected_stores: Annotated[
         dict[str, int],
         Meta(description="stores that failed the checks, by `ErrorCode`; only codes that occurred"),
@@ -155,16 +159,35 @@ class RecentRequestReport(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
-class CoverageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens as all workers account for them, those that have left too: computed = captured + lost + pending."""
+class FeatureReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens as the workers account for them, of one feature."""
 
-    computed: Annotated[int, Meta(description="tokens whose queries were computed")]
+    computed: Annotated[int, Meta(description="tokens whose tensors were computed")]
     captured: Annotated[int, Meta(description="of these, tokens stored, now or before")]
     pending: Annotated[
         int, Meta(description="of these, tokens in open chunks and stores under way")
     ]
     lost: Annotated[
         dict[str, int], Meta(description="of these, tokens not stored, by `LossReason`")
+    ]
+
+
+class CoverageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens as all workers account for them, those that have left too: computed = captured + lost + pending."""
+
+    computed: Annotated[
+        int, Meta(description="tokens computed, once for each feature that an engine captures")
+    ]
+    captured: Annotated[int, Meta(description="of these, tokens stored, now or before")]
+    pending: Annotated[
+        int, Meta(description="of these, tokens in open chunks and stores under way")
+    ]
+    lost: Annotated[
+        dict[str, int], Meta(description="of these, tokens not stored, by `LossReason`")
+    ]
+    features: Annotated[
+        dict[str, FeatureReport],
+        Meta(description="by feature; a token counts once in each that an engine captures"),
     ]
     waited_s: Annotated[
         float,

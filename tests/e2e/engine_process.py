@@ -1,7 +1,8 @@
 """Stock vLLM in a process of its own, for tests: reads a job from standard input, writes what happened to a file.
 
 {"model": ..., "extra": connector switches, "llm": LLM arguments, "batches": [[token ids, ...], ...],
- "max_tokens": n, "by_name": load the connector by its registered name, "out": path, "pause": wait to be killed}
+ "max_tokens": n, "kv_transfer_params": [what each prompt of every batch says, ...], "out": path,
+ "by_name": load the connector by its registered name, "pause": wait to be killed}
 """
 
 from __future__ import annotations
@@ -54,10 +55,19 @@ def main() -> None:
         **job["llm"],
     }
     llm = LLM(model=job["model"], **arguments)
-    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
+    asked = job.get("kv_transfer_params")
     requests = []
     for batch in job["batches"]:
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=job["max_tokens"],
+                ignore_eos=True,
+                extra_args=None if one is None else {"kv_transfer_params": one},
+            )
+            for one in asked or [None] * len(batch)
+        ]
         for output in llm.generate(prompts, params, use_tqdm=False):
             requests.append(
                 {

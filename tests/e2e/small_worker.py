@@ -17,7 +17,10 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qclient.features.query import FEATURE as QUERY
+from lmcache_qclient.features.registry import FEATURE_REGISTRY
 from lmcache_qclient.link.connection import AUTO, Connection
+from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from tests.worker_client.capture.fake_vllm import (
     FullAttentionSpec,
     cache_config,
@@ -46,6 +49,7 @@ class SmallWorker:
         layers: global numbers of the layers that it has.
         heads, head_dim: of its queries; `queries` has to give such.
         transport: how its bytes go.
+        features: what it captures; keys are the negative of queries, of the first head only.
     """
 
     def __init__(
@@ -57,27 +61,34 @@ class SmallWorker:
         layers: Sequence[int] = range(LAYERS),
         heads: int = HEADS,
         head_dim: int = HEAD_DIM,
+        features: Sequence[str] = (QUERY.name,),
         transport: str = AUTO,
     ) -> None:
-        self.account = Account()
-        self.adapter = QRingBufferAdapter(
-            Connection.open(url, client="small worker", transport=transport),
-            instance_id=instance_id,
-            model_name=MODEL,
-            world_size=1,
-            rank=0,
-            account=self.account,
-            heartbeat_interval_s=0.5,
-        )
-        self.capture = QRingBufferCapture(
-            self.adapter, RingSettings(blocks=ring_blocks, tails=tails)
-        )
+        ways = [
+            (
+                FEATURE_REGISTRY[feature],
+                QRingBufferAdapter(
+                    Connection.open(url, client="small worker", transport=transport),
+                    instance_id=_named(instance_id, feature),
+                    model_name=MODEL,
+                    world_size=1,
+                    rank=0,
+                    account=Account(),
+                    heartbeat_interval_s=0.5,
+                ),
+            )
+            for feature in features
+        ]
+        self.adapters = [adapter for _, adapter in ways]
+        self.adapter = self.adapters[0]
+        self.account = self.adapter.account
+        self.capture = QRingBufferCapture(ways, RingSettings(blocks=ring_blocks, tails=tails))
         names = [layer_names(1, first=number)[0] for number in layers]
         self.names = dict(zip(layers, names, strict=True))
         self.capture.setup_q_ring(
             caches(names),
             cache_config(group(FullAttentionSpec(BLOCK), names)),
-            vllm_config(heads=heads, head_dim=head_dim, block_size=BLOCK),
+            vllm_config(heads=heads, kv_heads=1, head_dim=head_dim, block_size=BLOCK),
         )
 
     def queries(self, tokens: Sequence[int], positions: Sequence[int], layer: int) -> torch.Tensor:
@@ -104,7 +115,8 @@ class SmallWorker:
         order = list(reversed(range(cached, len(tokens))))
         slots = torch.tensor([blocks[p // BLOCK] * BLOCK + p % BLOCK for p in order])
         for layer, name in self.names.items():
-            self.capture.save_q_layer(name, self.queries(tokens, order, layer), slots)
+            query = self.queries(tokens, order, layer)
+            self.capture.save_layer(name, {"q": query, "k": -query[:, :1]}, slots)
 
     def finish_step(self) -> None:
         """The forward pass is over."""
@@ -114,9 +126,14 @@ class SmallWorker:
         """End a request and wait until every store has been answered."""
         self.capture.begin_step(StepMeta((), (FinishedRequest(request_id),)))
         self.finish_step()
-        for sequence in list(self.adapter._in_flight):
-            self.adapter.wait_for_store(sequence, 10)
+        for adapter in self.adapters:
+            for sequence in list(adapter._in_flight):
+                adapter.wait_for_store(sequence, 10)
         self.capture.reclaim()
+
+
+def _named(instance_id: str, feature: str) -> str:
+    return instance_id + ("" if feature == QUERY.name else FEATURE_SUFFIX[feature])
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,13 @@ class Answered:
         token_ids: prompt and completion.
         cached: of the prompt, from the engine's prefix cache.
         salt: that the client sent.
+        captured: False when the client asked for no capture.
     """
 
     token_ids: list[int]
     cached: int
     salt: str = ""
+    captured: bool = True
 
 
 def answered(answer: dict[str, Any], salt: str = "") -> Answered:
@@ -49,6 +52,14 @@ def complete(server: OpenAIServer, token_ids: list[int], tokens: int, salt: str 
     body: dict[str, Any] = {"cache_salt": salt} if salt else {}
     body |= {"prompt": token_ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return answered(server.ask("/v1/completions", **body), salt)
+
+
+def complete_uncaptured(server: OpenAIServer, token_ids: list[int], tokens: int) -> Answered:
+    """A completion whose client wants nothing of it captured."""
+    body: dict[str, Any] = {"prompt": token_ids, "max_tokens": tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "kv_transfer_params": {"qserver": {"capture": False}}}
+    found = answered(server.ask("/v1/completions", **body))
+    return dataclasses.replace(found, captured=False)
 
 
 def chat(server: OpenAIServer) -> Answered:
@@ -84,6 +95,7 @@ def requests(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) ->
                 clients.submit(complete, server, prompt(120, 2), 16),
                 clients.submit(complete, server, prompt(150, 3), 4, SALT),
                 clients.submit(chat, server),
+                clients.submit(complete_uncaptured, server, prompt(110, 4), 6),
             ]
             found = [future.result() for future in together]
         found.append(complete(server, prompt(200, 1), 3))  # a hit of the prefix cache
@@ -105,9 +117,13 @@ def is_stored(daemon: RunningDaemon, request: Answered) -> bool:
         return found.num_tokens >= len(request.token_ids) - 1
 
 
-def needed(requests: list[Answered]) -> int:
+def needed(requests: list[Answered], captured: bool = True) -> int:
     """Tokens that must have been computed: all but what was cached, and but the last of each."""
-    return sum(len(request.token_ids) - 1 - request.cached for request in requests)
+    return sum(
+        len(request.token_ids) - 1 - request.cached
+        for request in requests
+        if request.captured is captured
+    )
 
 
 def test_every_row_is_found_and_right(daemon: RunningDaemon, requests: list[Answered]) -> None:
@@ -117,11 +133,13 @@ def test_every_row_is_found_and_right(daemon: RunningDaemon, requests: list[Answ
 
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         for request in requests:
+            if not request.captured:
+                continue
             found = cache.retrieve(request.token_ids, cache_salt=request.salt)
             alike = [
                 {"token_ids": other.token_ids, "cached_tokens": other.cached}
                 for other in requests
-                if other.salt == request.salt
+                if other.salt == request.salt and other.captured
             ]
             assert found.num_tokens == expected_retrieval(request.token_ids, alike)
             assert found.num_tokens >= len(request.token_ids) - 1, "all but the last sampled token"
@@ -140,14 +158,23 @@ def test_a_salt_keeps_its_rows_to_itself(daemon: RunningDaemon, requests: list[A
             assert cache.retrieve(only_salted.token_ids, cache_salt=salt).num_tokens == 0
 
 
+def test_a_client_may_keep_its_request_out(daemon: RunningDaemon, requests: list[Answered]) -> None:
+    from lmcache_qclient.qcache import connect
+
+    (out,) = (request for request in requests if not request.captured)
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        assert cache.retrieve(out.token_ids).num_tokens == 0
+    assert daemon.status()["coverage"]["lost"]["not_selected"] == needed([out], captured=False)
+
+
 def test_every_computed_token_is_in_the_account(
     daemon: RunningDaemon, requests: list[Answered]
 ) -> None:
     coverage = daemon.status()["coverage"]
     lost = {reason: count for reason, count in coverage["lost"].items() if count}
-    assert requests[4].cached >= CHUNK, "the prefix cache was not hit"
+    assert requests[5].cached >= CHUNK, "the prefix cache was not hit"
     assert coverage["captured"] + sum(lost.values()) == coverage["computed"]
     assert (coverage["captured"], coverage["pending"]) == (needed(requests), 0)
     # An engine that schedules ahead may compute a step of a request that has just ended.
-    assert set(lost) <= {"discarded_after_finish"}
+    assert set(lost) <= {"discarded_after_finish", "not_selected"}
     wait_until(lambda: daemon.status()["registered_q_ids"] == [], "the ring is released")

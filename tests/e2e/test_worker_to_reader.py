@@ -50,6 +50,31 @@ def test_every_row_comes_back(daemon: RunningDaemon) -> None:
     assert (coverage["computed"], coverage["captured"]) == (len(TOKENS), len(TOKENS))
 
 
+def test_two_features_of_one_worker(daemon: RunningDaemon) -> None:
+    """Each has an instance, objects and an account of its own; the server that refuses one takes the other."""
+    worker = SmallWorker(daemon.url, features=("transfer_query", "transfer_key"))
+    assert daemon.status()["registered_q_ids"] == ["small-0", "small-0##key"]
+    worker.prefill("a", TOKENS)
+    worker.finish_step()
+    worker.settle("a")
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        query, key = cache.retrieve(TOKENS), cache.retrieve(TOKENS, feature="key")
+    assert torch.equal(query.tensor, expected(len(TOKENS)))
+    assert torch.equal(key.tensor, -expected(len(TOKENS))[:, :, :1])
+    assert [one["model_name"] for one in daemon.status()["models"]] == [
+        "small##key",
+        "small##query",
+    ]
+    assert worker.capture.ring is not None
+    assert worker.capture.ring.num_free_blocks() == worker.capture.ring.num_blocks
+    worker.capture.shutdown()
+    coverage = daemon.status()["coverage"]
+    assert set(coverage["features"]) == {"transfer_query", "transfer_key"}
+    for account in coverage["features"].values():
+        assert (account["computed"], account["captured"]) == (len(TOKENS), len(TOKENS))
+    assert coverage["captured"] == 2 * len(TOKENS)
+
+
 def test_without_tails_whole_chunks_come_back(daemon: RunningDaemon) -> None:
     worker = SmallWorker(daemon.url, tails=False)
     worker.prefill("a", TOKENS)

@@ -12,7 +12,7 @@ from tests.faults.page import Phase
 from tests.faults.pattern import CHUNK
 from tests.faults.reader import Reading
 from tests.faults.scenario import Fault, Moment, Scenario, Victim
-from tests.faults.stage import RELEASE_S, Stage
+from tests.faults.stage import Stage
 from tests.faults.worker import WorkerState
 
 POLL_S = 0.0002
@@ -264,7 +264,7 @@ class Run:
 
     def _stored(self, must_be: str = "") -> str:
         """How much of the prompt is there, all of it right; by then nothing is left of who died in the middle."""
-        self.stage.wait_until_clean(RELEASE_S)
+        self.stage.wait_until_clean()
         presence: Presence = self.stage.look(self.written)
         there = "part" if presence.present else "none"
         there = there if presence.missing else "all"

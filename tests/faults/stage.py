@@ -33,6 +33,8 @@ from tests.faults.pattern import CHUNK
 POOL_BYTES = 16 << 20
 RELEASE_S = 1.0
 """The announced bound: a dead client's instance and leases are gone."""
+CLEAN_S = 10.0
+"""For everything else to be at rest: what is left then is left for ever."""
 REMEMBERED = 24
 """Sequences that the driver reads again; more than the pool holds, so that some have been evicted."""
 RECENT = 8
@@ -226,7 +228,7 @@ class Stage:
         wait_until(is_gone, "the dead client is gone", RELEASE_S)
         return time.monotonic() - began
 
-    def wait_until_clean(self, deadline_s: float) -> None:
+    def wait_until_clean(self) -> None:
         """Nothing that is not in use is left in the server.
 
         Raises:
@@ -240,7 +242,7 @@ class Stage:
             return not left
 
         try:
-            wait_until(is_clean, "nothing of the dead is left", deadline_s)
+            wait_until(is_clean, "nothing of the dead is left", CLEAN_S)
         except AssertionError as error:
             raise AssertionError(f"{error}: {left}\n{self.daemon.log()[-4000:]}") from None
 

@@ -174,7 +174,7 @@ def test_feature_names() -> None:
     assert feature_model_name("org/model", "transfer_query") == "org/model##query"
     assert len(set(FEATURE_SUFFIX.values())) == len(FEATURE_SUFFIX)
     with pytest.raises(ValueError, match="transfer_query"):
-        feature_model_name("org/model", "transfer_value")
+        feature_model_name("org/model", "transfer_nothing")
 
 
 nonces = st.integers(1, NONCE_LIMIT - 1)

@@ -147,6 +147,7 @@ STORED_CHUNK = m.StoredChunk(
     generation=9,
     valid=(3, 17),
     checksum=bytes.fromhex("0123456789abcdef"),
+    nonfinite=5,
 )
 HINTS = {
     "kv_layout": msgspec.Raw(b"\xa3NHD"),

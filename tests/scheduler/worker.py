@@ -15,6 +15,7 @@ from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qprotocol.stamps import first_stamp
 from tests.scheduler.model import HEAD_DIM, HEADS, LAYERS
@@ -110,7 +111,7 @@ class Worker:
         self.computed = 0
         self.adapter = SlowAdapter(random, scenario)
         self.capture = QRingBufferCapture(
-            self.adapter,  # type: ignore[arg-type]
+            [(QUERY, self.adapter)],  # type: ignore[list-item]
             RingSettings(blocks=scenario.ring_blocks, tails=scenario.pieces),
         )
         self.names = layer_names(LAYERS)

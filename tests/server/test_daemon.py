@@ -9,6 +9,7 @@ import socket
 import subprocess
 import urllib.error
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_sigint_stops_it_too(tmp_path: Path) -> None:
 
 def test_it_stops_while_the_pool_is_being_populated(tmp_path: Path) -> None:
     output = (tmp_path / "log").open("wb")
-    settings = {"url": "tcp://127.0.0.1:0", "http_port": 0, "pool_bytes": "1GiB"}
+    settings: dict[str, Any] = {"url": "tcp://127.0.0.1:0", "http_port": 0, "pool_bytes": "1GiB"}
     with subprocess.Popen(
         command(**settings, lifeline=tmp_path / "x.sock", ready_file=tmp_path / "ready.json"),
         env=environment(),

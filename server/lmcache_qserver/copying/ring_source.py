@@ -53,4 +53,7 @@ class RingSource(Protocol):
         """
 
     def close(self) -> None:
-        """Drop all that is held of the ring, when no copy runs any more. Idempotent."""
+        """Drop all that is held of the ring, when no copy runs any more. Idempotent.
+
+        In the lane's thread, but while it is unclaimed on the loop: then it must not wait for anything.
+        """

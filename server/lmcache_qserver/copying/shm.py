@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qserver.closing import close_aside, close_at_once
 from lmcache_qserver.copying.chunk_copy import ChunkCopy, StampFault, copy_chunks
 from lmcache_qserver.copying.crew import ALONE, Crew
 from lmcache_qserver.copying.ring_geometry import RingGeometry
@@ -102,14 +103,18 @@ class RingMemory:
             mapping, np.int64, geometry.num_blocks * geometry.block_size, geometry.stamps_offset
         )
         self._stamps = stamps.reshape(geometry.num_blocks, geometry.block_size)
-        self._close_descriptor()
+        os.close(self._fd)
+        self._fd = -1
 
     def copy(self, chunks: Sequence[ChunkCopy], event: bytes) -> StampFault | None:
         """See `copy_chunks`; in host memory there is no event to wait for."""
         return copy_chunks(self, chunks, self._crew)
 
     def close(self) -> None:
-        """Drop descriptor and mapping, when no copy runs any more. Unmapping is work for the lane. Idempotent."""
+        """Drop descriptor and mapping, when no copy runs any more. Idempotent.
+
+        Unmapping is work for the lane; what was never claimed is closed by the loop, which can't wait for a descriptor.
+        """
         self._close_descriptor()
         self._rows = self._stamps = None
         mapping, self._map = self._map, None
@@ -125,7 +130,7 @@ class RingMemory:
     def _close_descriptor(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            (close_at_once if self.claimed else close_aside)(fd)
 
 
 def _check_descriptor(fd: int, nbytes: int) -> None:

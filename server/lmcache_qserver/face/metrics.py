@@ -233,6 +233,14 @@ def _of_stores(report: StoreReport) -> Iterator[Metric]:
         "Seconds that copies out of rings took, added up over workers that copy side by side.",
         totals.copy_s,
     )
+    yield _counter(
+        "nonfinite_objects", "Stored objects that hold NaN or Inf.", totals.nonfinite_objects
+    )
+    yield _counter(
+        "nonfinite_rows",
+        "Rows (of one token in one layer) of them that do.",
+        totals.nonfinite_rows,
+    )
     yield _gauge(
         "hung_lanes",
         "Copies that hang, of workers that are there or have gone.",

@@ -35,6 +35,8 @@ PAUSE_S = 0.05
 """How long a store, once seen, keeps checksums back."""
 MAX_PAUSES = 20
 """So often in a row; then one object is done in spite of stores."""
+MIN_WAITING = 64
+"""Objects that may wait, whether they are still stored or not; beyond, twice as many as are stored."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class Checksums:
             self.counts.made += 1
             return
         self._waiting.append(stored)
+        if len(self._waiting) > MIN_WAITING + 2 * len(self._index):
+            # Without a pause few get their turn, and most are evicted before: they need not wait any more.
+            self._waiting = deque(filter(self._is_stored, self._waiting))
         self._start_lane()
         if self._worker is None:
             self._worker = asyncio.get_running_loop().create_task(self._work())

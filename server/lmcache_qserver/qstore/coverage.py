@@ -11,13 +11,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
 from lmcache_qprotocol.messages import RequestCoverage, WorkerReport
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qserver.qstore.instance import InstanceId
-from lmcache_qserver.status_report import CoverageReport, RecentRequestReport, RequestsReport
+from lmcache_qserver.status_report import (
+    CoverageReport,
+    FeatureReport,
+    RecentRequestReport,
+    RequestsReport,
+)
 
 RECENT_WORKERS = 16
 """Workers, heard of last, of which the summary tells ended requests one by one."""
@@ -42,6 +48,28 @@ class _Sum:
         self.lost.update(report.lost)
         self.requests.update(msgspec.to_builtins(report.requests))
 
+    def join(self, other: _Sum) -> None:
+        """Add another sum."""
+        self.computed += other.computed
+        self.captured += other.captured
+        self.pending += other.pending
+        self.lost.update(other.lost)
+        self.requests.update(other.requests)
+        self.waited_ms += other.waited_ms
+
+    def lost_by_reason(self) -> dict[str, int]:
+        """Every reason, for `summary`."""
+        return {reason.value: self.lost[reason] for reason in LossReason}
+
+    def tokens(self) -> FeatureReport:
+        """Its tokens, for `summary`."""
+        return FeatureReport(
+            computed=self.computed,
+            captured=self.captured,
+            pending=self.pending,
+            lost=self.lost_by_reason(),
+        )
+
     def copy(self) -> _Sum:
         """A sum of its own."""
         return replace(self, lost=self.lost.copy(), requests=self.requests.copy())
@@ -61,34 +89,50 @@ def _has_fallen(last: WorkerReport, report: WorkerReport) -> bool:
     )
 
 
+class _Last(NamedTuple):
+    """The last report of an instance, and what it stores."""
+
+    feature: str
+    report: WorkerReport
+
+
 class Coverage:
     """Last report of every worker, dead or alive."""
 
     def __init__(self) -> None:
-        self._last: OrderedDict[InstanceId, WorkerReport] = (
-            OrderedDict()
-        )  # heard of last at the end
-        self._settled = _Sum()
+        self._last: OrderedDict[InstanceId, _Last] = OrderedDict()  # heard of last at the end
+        self._settled: dict[str, _Sum] = {}
 
-    def note(self, instance_id: InstanceId, report: WorkerReport) -> None:
-        """A report has come in."""
+    def note(self, instance_id: InstanceId, report: WorkerReport, feature: str) -> None:
+        """A report has come in.
+
+        Args:
+            feature: what the instance stores.
+        """
         last = self._last.pop(instance_id, None)
-        if last is not None and _has_fallen(last, report):
-            self._settled.add(last)
-        self._last[instance_id] = report
+        if last is not None and (last.feature != feature or _has_fallen(last.report, report)):
+            self._settle(last)
+        self._last[instance_id] = _Last(feature, report)
         if len(self._last) > ACCOUNTS_KEPT:
-            self._settled.add(self._last.popitem(last=False)[1])
+            self._settle(self._last.popitem(last=False)[1])
+
+    def _settle(self, last: _Last) -> None:
+        self._settled.setdefault(last.feature, _Sum()).add(last.report)
 
     def summary(self) -> CoverageReport:
-        """Tokens and requests of all workers."""
-        total = self._settled.copy()
-        for report in self._last.values():
-            total.add(report)
+        """Tokens and requests of all workers; a token counts once for each feature that an engine captures."""
+        sums = {feature: settled.copy() for feature, settled in self._settled.items()}
+        for last in self._last.values():
+            sums.setdefault(last.feature, _Sum()).add(last.report)
+        total = _Sum()
+        for one in sums.values():
+            total.join(one)
         return CoverageReport(
             computed=total.computed,
             captured=total.captured,
             pending=total.pending,
-            lost={reason.value: total.lost[reason] for reason in LossReason},
+            lost=total.lost_by_reason(),
+            features={feature: sums[feature].tokens() for feature in sorted(sums)},
             waited_s=total.waited_ms / 1000,
             requests=RequestsReport(
                 whole=total.requests["whole"],
@@ -101,9 +145,9 @@ class Coverage:
     def _recent(self) -> dict[str, list[RecentRequestReport]]:
         heard_last = itertools.islice(reversed(self._last.items()), RECENT_WORKERS)
         return {
-            str(instance_id): [_recent_request(one) for one in report.recent]
-            for instance_id, report in heard_last
-            if report.recent
+            str(instance_id): [_recent_request(one) for one in last.report.recent]
+            for instance_id, last in heard_last
+            if last.report.recent
         }
 
 

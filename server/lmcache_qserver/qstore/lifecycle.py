@@ -27,6 +27,10 @@ from lmcache_qserver.status_report import LifecycleReport
 
 logger = logging.getLogger(__name__)
 
+MAX_INSTANCES = 1024
+MAX_INSTANCES_PER_CLIENT = 128
+"""A worker has one."""
+
 
 class Lifecycle:
     """Registers and releases the instances of one registry.
@@ -153,7 +157,8 @@ class Lifecycle:
         """The new instance, REGISTERING, and who had its id before.
 
         Raises:
-            RequestError: unsupported_transport, lifeline_required, ring_refused, instance_busy, not_owner, bad_payload.
+            RequestError: unsupported_transport, lifeline_required, ring_refused, instance_busy, not_owner, busy,
+                bad_payload.
         """
         if description is None:
             raise RequestError(
@@ -172,6 +177,7 @@ class Lifecycle:
             )
         before = self._registry.get(instance_id)
         _check_holder(before, client)
+        self._check_room(client)
         check_registration(
             model_name, world_size, description, ring.nbytes, self._chunk_size, self._features
         )
@@ -182,6 +188,17 @@ class Lifecycle:
         )
         self._registry.put(instance)
         return instance, before
+
+    def _check_room(self, client: Hashable) -> None:
+        """Every instance has a thread, a mapping and a descriptor, also on its way out."""
+        everyone = {*self._registry, *self._leaving}
+        held = sum(instance.client == client for instance in everyone)
+        total = len(everyone) + len(self._stuck)
+        if held >= MAX_INSTANCES_PER_CLIENT or total >= MAX_INSTANCES:
+            raise RequestError(
+                ErrorCode.BUSY,
+                f"{held} instances are this client's, and there are {total}: unregister some",
+            )
 
     async def _open(self, instance: Instance, before: Instance | None) -> None:
         if before is not None:

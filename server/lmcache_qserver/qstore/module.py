@@ -322,13 +322,18 @@ class QStoreModule:
     ) -> None:
         self._totals.copied_bytes += run.copied_bytes
         self._totals.copy_s += run.copy_s
-        self._tell_end(instance, store, run.outcome, began)
+        self._tell_end(instance, store, run.outcome, began, run.nonfinite)
 
     def _tell_end(
-        self, instance: Instance, store: CheckedStore, outcome: StoreOutcome, began: float
+        self,
+        instance: Instance,
+        store: CheckedStore,
+        outcome: StoreOutcome,
+        began: float,
+        nonfinite: Sequence[int] = (),
     ) -> None:
         nbytes = outcome.stored * store.object_bytes
-        self._totals.add(outcome, nbytes)
+        self._totals.add(outcome, nbytes, nonfinite)
         self._bus.publish(
             StoreEnd(
                 session=store.key.request_id,
@@ -506,7 +511,8 @@ class QStoreModule:
         instance.last_seen = max(instance.last_seen, now)
         if report is not None:
             instance.report = report
-            self._coverage.note(instance.instance_id, report)
+            feature = instance.description.layout.feature
+            self._coverage.note(instance.instance_id, report, feature)
 
 
 def _check_settings(

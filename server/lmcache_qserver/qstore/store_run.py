@@ -30,6 +30,7 @@ from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
 from lmcache_qserver.copying.checked_copy import Copied, checked_copy
 from lmcache_qserver.copying.checksum import Digest
+from lmcache_qserver.copying.nonfinite import RowForm
 from lmcache_qserver.log_fields import told
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
@@ -87,6 +88,7 @@ class StoreRun:
         self._message = ""
         self.copied_bytes = 0
         self.copy_s = 0.0
+        self._nonfinite: list[int] = []
         self._round: _Round | None = None
         self._over = False
 
@@ -99,6 +101,11 @@ class StoreRun:
             refused=dict(self._refused),
             message=self._message,
         )
+
+    @property
+    def nonfinite(self) -> tuple[int, ...]:
+        """Of each object stored with NaN or Inf, the rows that hold some; complete when `run` is over."""
+        return tuple(self._nonfinite)
 
     def begin(self) -> None:
         """The part that need not wait; call it before `run`. Raises nothing."""
@@ -183,7 +190,7 @@ class StoreRun:
 
     async def _end_copy(self, writes: list[Write], job: Job[Copied]) -> None:
         try:
-            fault, checksums = await job.outcome
+            copied = await job.outcome
         except BaseException as error:
             self._fail_copy(writes, error, job.over)
             if not isinstance(error, Exception):
@@ -191,12 +198,13 @@ class StoreRun:
             return
         self.copied_bytes += sum(write.slot.nbytes for write in writes)
         self.copy_s += job.ran_s
-        if fault is not None:
-            self._fail(writes, LossReason.STAMP_MISMATCH, self._tell_fault(writes, fault))
+        if copied.fault is not None:
+            message = self._tell_fault(writes, copied.fault)
+            self._fail(writes, LossReason.STAMP_MISMATCH, message)
         elif self._instance.dead:
             self._fail(writes, LossReason.COPY_FAILED, "the instance was released during the copy")
         else:
-            self._commit(writes, checksums)
+            self._commit(writes, copied)
 
     def _fail_copy(
         self, writes: list[Write], error: BaseException, over: asyncio.Future[None] | None
@@ -226,17 +234,20 @@ class StoreRun:
             self._instance.ring,
             copies,
             self._store.event,
+            RowForm(layout.dtype, layout.row_bytes),
             timeout_s=self._copy_timeout_s,
         )
 
-    def _commit(self, writes: list[Write], checksums: Sequence[bytes | None]) -> None:
+    def _commit(self, writes: list[Write], copied: Copied) -> None:
         store = self._store
+        self._nonfinite += [rows for rows in copied.nonfinite if rows]
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
-        for write, checksum in reversed(list(zip(writes, checksums, strict=True))):
+        found = zip(writes, copied.checksums, copied.nonfinite, strict=True)
+        for write, checksum, nonfinite in reversed(list(found)):
             stored = self._index.commit(
                 write, store.description, store.rows, self._now, store.content, store.claimed
             )
-            stored.checksum = checksum
+            stored.checksum, stored.nonfinite = checksum, nonfinite
             self._committed(stored)
             self._stored += 1
             self._duplicate += self._times[write.key] - 1

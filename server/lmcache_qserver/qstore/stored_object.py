@@ -37,6 +37,7 @@ class StoredObject:
             chunk in which the rows lie; what else lies there is 0.
         created: seconds, monotonic, of this server.
         checksum: of its bytes (copying/checksum.py); None until it is made.
+        nonfinite: how many of its rows (of one token in one layer) hold NaN or Inf.
     """
 
     key: ObjectKey
@@ -45,6 +46,7 @@ class StoredObject:
     rows: tuple[int, int]
     created: float
     checksum: bytes | None = None
+    nonfinite: int = 0
 
     def located(self, index: int, valid: tuple[int, int] | None = None) -> StoredChunk:
         """Where a reader finds it.
@@ -65,4 +67,5 @@ class StoredObject:
             generation=self.slot.generation,
             valid=valid,
             checksum=self.checksum,
+            nonfinite=self.nonfinite,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache_qprotocol.errors import ErrorCode
@@ -24,18 +25,24 @@ class StoreTotals:
     duplicate: int = 0
     refused: Counter[LossReason] = field(default_factory=Counter)
     stored_bytes: int = 0
+    nonfinite_objects: int = 0
+    nonfinite_rows: int = 0
+    """Stored objects with NaN or Inf, and their rows (of one token in one layer) that hold some."""
     rejected_stores: Counter[ErrorCode] = field(default_factory=Counter)
     """Stores that did not pass the checks, by error code."""
     copied_bytes: int = 0
     copy_s: float = 0.0
     """Seconds that copies took, of those whose bytes are counted."""
 
-    def add(self, outcome: StoreOutcome, nbytes: int) -> None:
+    def add(self, outcome: StoreOutcome, nbytes: int, nonfinite: Sequence[int] = ()) -> None:
         """A store is over.
 
         Args:
             nbytes: bytes of the chunks stored.
+            nonfinite: of each that holds NaN or Inf, the rows that do.
         """
+        self.nonfinite_objects += len(nonfinite)
+        self.nonfinite_rows += sum(nonfinite)
         self.finished_stores += 1
         self.stored += outcome.stored
         self.duplicate += outcome.duplicate
@@ -51,6 +58,8 @@ class StoreTotals:
             duplicate=self.duplicate,
             refused={reason.value: self.refused[reason] for reason in SERVER_REASONS},
             stored_bytes=self.stored_bytes,
+            nonfinite_objects=self.nonfinite_objects,
+            nonfinite_rows=self.nonfinite_rows,
             rejected_stores={
                 code.value: count for code, count in sorted(self.rejected_stores.items())
             },

@@ -1,17 +1,24 @@
-"""Packets with at most one file descriptor beside them, and who is at the other end of a Unix socket."""
+"""Packets with file descriptors beside them, and who is at the other end of a Unix socket."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import struct
+import threading
 from typing import NamedTuple
+
+from lmcache_qserver.closing import close_at_once
 
 SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
 _CREDENTIALS = struct.Struct("3i")
 _FD = struct.Struct("i")
+_MAX_ANCILLARY = socket.CMSG_SPACE(253 * _FD.size)
+"""As many descriptors as the kernel lets go with one packet (SCM_MAX_FD)."""
 _GONE = frozenset({errno.ESRCH, errno.ENODATA})
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class Received(NamedTuple):
@@ -19,35 +26,35 @@ class Received(NamedTuple):
 
     Attributes:
         data: empty when the peer has closed.
-        fd: the receiver's own, close-on-exec; None when there was none.
-        cut: the packet was longer than the buffer, or brought more than one descriptor (the kernel has closed those).
+        fds: the receiver's own, close-on-exec.
+        cut: the packet was longer than the buffer.
+        lost_fds: this process had no descriptor left for some of those that came along.
     """
 
     data: bytes
-    fd: int | None
+    fds: tuple[int, ...]
     cut: bool
+    lost_fds: bool
 
 
 def receive(connection: socket.socket, max_bytes: int) -> Received:
-    """The next packet.
+    """The next packet, with all descriptors beside it: what the kernel has no room for it closes here and now, and that
+    may block (closing.py).
 
     Raises:
         BlockingIOError: there is none yet.
         OSError: the connection is broken.
     """
     data, ancillary, flags, _ = connection.recvmsg(
-        max_bytes, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        max_bytes, _MAX_ANCILLARY, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
     )
-    fds = [
+    fds = tuple(
         fd
         for level, kind, payload in ancillary
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
         for (fd,) in _FD.iter_unpack(payload[: len(payload) - len(payload) % _FD.size])
-    ]
-    for surplus in fds[1:]:
-        os.close(surplus)
-    cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)) or len(fds) > 1
-    return Received(data, fds[0] if fds else None, cut)
+    )
+    return Received(data, fds, bool(flags & socket.MSG_TRUNC), bool(flags & socket.MSG_CTRUNC))
 
 
 def send(connection: socket.socket, data: bytes, fd: int | None = None) -> None:
@@ -73,13 +80,37 @@ def peer_pidfd(connection: socket.socket) -> int | None:
 
     Raises:
         ProcessLookupError: that process is gone already.
+        OSError: this process has no descriptor left.
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
         if error.errno in _GONE:
             raise ProcessLookupError(error.errno, "the peer's process has ended") from None
+        if error.errno in _NO_DESCRIPTOR:
+            raise
         return None
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End the connection: the peer knows at once, the closing is done aside (closing.py)."""
+    with contextlib.suppress(OSError):  # the peer was faster
+        connection.shutdown(socket.SHUT_RDWR)
+    try:
+        threading.Thread(target=_drain, args=(connection,), name="hang-up", daemon=True).start()
+    except RuntimeError:  # the system has no thread to give
+        _drain(connection)
+
+
+def _drain(connection: socket.socket) -> None:
+    """Close; descriptors in packets that nobody has read would otherwise be closed by the kernel, lingering or not."""
+    with connection, contextlib.suppress(OSError):
+        while True:
+            received = receive(connection, 1)
+            for fd in received.fds:
+                close_at_once(fd)
+            if not received.data and not received.fds:
+                return
 
 
 def reopen_read_only(fd: int) -> int:

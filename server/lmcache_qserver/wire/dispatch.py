@@ -7,7 +7,7 @@ How an operation is handled (`Order`):
     BESIDE     stores: each goes on by itself to its end, whatever becomes of its client or of the dispatcher
 
 A client has at most `outstanding_requests` of the last two, and `OUTSTANDING_MESSAGES` full messages' worth of bytes: a
-decoded message takes up to eight times its length until it is answered.
+decoded message takes up to fourteen times its length until it is answered.
 
 Every message ends in exactly one of: a result, an error frame, a legacy failure, a counted silence (a legacy client and
 an operation without failing result), a counted drop (no frames to echo). An error frame goes to whoever can read one:

@@ -8,8 +8,8 @@ killed), or the pidfd of the process that connected becomes readable. The second
 worker forked may hold the socket open for hours.
 
 Who owns a descriptor: an offered ring belongs to its connection until `take_ring` hands it to registration; what is
-left is closed with the connection. Every number here is bounded: connections, rings per connection, descriptors per
-packet (one; the kernel closes the rest), packet bytes.
+left is closed with the connection, and aside: closing may block (closing.py). Every number here is bounded:
+connections, rings per connection, descriptors per packet (one; a packet with more is refused), packet bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lmcache_qprotocol.lifeline import (
     decode_packet,
     encode_packet,
 )
+from lmcache_qserver.closing import close_aside
 from lmcache_qserver.copying import RingMemory, RingSource
 from lmcache_qserver.log_fields import told
 from lmcache_qserver.wire import descriptors, socket_path
@@ -54,6 +55,11 @@ PACKETS_PER_TURN = 16
 def uid_is_allowed(uid: int, allowed: tuple[int, ...]) -> bool:
     """The daemon's own user, root, and who was allowed explicitly."""
     return uid in (os.geteuid(), 0, *allowed)
+
+
+def _close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        close_aside(fd)
 
 
 class Connection:
@@ -88,7 +94,7 @@ class Connection:
         self.closed = True
         self._deadline.cancel()
         self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
+        descriptors.hang_up(self._socket)
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -122,24 +128,19 @@ class Connection:
                 self._lost(str(error))
                 return
             if not received.data:
-                if received.fd is not None:
-                    os.close(received.fd)
+                _close_all(received.fds)
                 self._lost("the other side has closed it")
                 return
             self._serve(received)
 
     def _serve(self, received: descriptors.Received) -> None:
-        fd = received.fd
+        fds = received.fds
         try:
-            if received.cut:
-                raise ProtocolError(
-                    ErrorCode.BAD_FRAME,
-                    f"a packet has at most {MAX_PACKET_BYTES} bytes and one descriptor",
-                )
+            self._check(received)
             packet = decode_packet(received.data)
             if isinstance(packet, OfferRing):
-                ring_fd, fd = fd, None
-                self._offer(packet, ring_fd)
+                offered, fds = fds, ()
+                self._offer(packet, offered)
             elif isinstance(packet, Attach):
                 self._attach(packet)
             else:
@@ -150,8 +151,19 @@ class Connection:
             self._server.counts.lifeline_refused_packets += 1
             self._send(Refused(error.code, error.message[:1024]))
         finally:
-            if fd is not None:
-                os.close(fd)
+            _close_all(fds)
+
+    @staticmethod
+    def _check(received: descriptors.Received) -> None:
+        if received.lost_fds:
+            raise RequestError(
+                ErrorCode.BUSY, "the server has no file descriptor left; raise its LimitNOFILE"
+            )
+        if received.cut or len(received.fds) > 1:
+            raise ProtocolError(
+                ErrorCode.BAD_FRAME,
+                f"a packet has at most {MAX_PACKET_BYTES} bytes and one descriptor",
+            )
 
     def _attach(self, packet: Attach) -> None:
         if self.session is not None:
@@ -169,22 +181,27 @@ class Connection:
                 ErrorCode.NOT_OWNER,
                 "this session has a lifeline already; say hello for a new session",
             )
+        try:
+            pool_fd = descriptors.reopen_read_only(self._server.pool_fd)
+        except OSError as error:
+            raise RequestError(
+                ErrorCode.BUSY, f"the server has no file descriptor left ({error.strerror})"
+            ) from None
         self.session = session
         session.lifeline = self
         self._deadline.cancel()
-        pool_fd = descriptors.reopen_read_only(self._server.pool_fd)
         try:
             self._send(Attached(self._server.pool_bytes), pool_fd)
         finally:
             os.close(pool_fd)
 
-    def _offer(self, packet: OfferRing, fd: int | None) -> None:
-        """Keep the ring; fd is ours and ends up in the ring, or closed."""
-        if fd is None:
+    def _offer(self, packet: OfferRing, fds: tuple[int, ...]) -> None:
+        """Keep the ring; the descriptor is ours and ends up in the ring, or closed."""
+        if not fds:
             raise RequestError(
                 ErrorCode.BAD_PAYLOAD, "offer_ring needs the ring's descriptor beside it"
             )
-        ring = self._server.take_memory(fd, packet.nbytes)
+        ring = self._server.take_memory(fds[0], packet.nbytes)
         try:
             if self.session is None:
                 raise RequestError(ErrorCode.HELLO_REQUIRED, "attach first")
@@ -315,11 +332,14 @@ class LifelineServer:
         try:
             pidfd = descriptors.peer_pidfd(accepted)
         except ProcessLookupError:
-            accepted.close()
+            descriptors.hang_up(accepted)
+            return
+        except OSError as error:
+            self._refuse(accepted, f"no file descriptor is left: {error.strerror}")
             return
         self._connections.add(Connection(self, accepted, pidfd))
 
     def _refuse(self, accepted: socket.socket, why: str) -> None:
-        accepted.close()
+        descriptors.hang_up(accepted)
         self.counts.lifeline_refused_peers += 1
         self._complaints.say(f"refused a connection: {why}", self._clock())

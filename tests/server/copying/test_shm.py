@@ -71,6 +71,7 @@ def test_a_geometry_that_does_not_fit_is_refused(geometry: RingGeometry) -> None
 
 def refused(fd: int, nbytes: int = NBYTES) -> str:
     ring = RingMemory(fd, nbytes)
+    ring.claimed = True  # else it is closed aside, a moment later
     with pytest.raises(RequestError) as caught:
         ring.open(GEOMETRY)
     ring.close()

@@ -155,3 +155,19 @@ async def test_inline_checksums_of_pieces_cover_the_rows_that_were_cleared() -> 
     data = world.memory.array[stored.slot.offset : stored.slot.offset + stored.slot.nbytes]
     assert stored.checksum == xxhash.xxh3_64(data.tobytes()).digest()
     await world.close()
+
+
+async def test_what_was_evicted_before_its_turn_does_not_wait_for_ever() -> None:
+    """Without a pause between stores few objects get their turn."""
+    world = World(pool_chunks=2)
+    worker = await world.worker()
+    world.gate.hold_calls = {0}
+    held = asyncio.ensure_future(world.store(worker, 1000, block=8))
+    await until(world.gate.entered.is_set)
+    other = await world.worker(2)
+    for sequence in range(200):
+        await world.store(other, sequence, instance_id=2)
+    assert world.module.report_status()["checksums"]["waiting"] <= 70
+    world.gate.open.set()
+    await held
+    await world.close()

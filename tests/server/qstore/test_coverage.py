@@ -13,6 +13,8 @@ from lmcache_qserver.qstore import coverage
 from lmcache_qserver.qstore.coverage import Coverage
 from tests.server.qstore.world import World
 
+QUERY, KEY = "transfer_query", "transfer_key"
+
 
 def report(captured: int, ring_full: int = 0, pending: int = 0) -> WorkerReport:
     return WorkerReport(
@@ -59,10 +61,10 @@ async def test_the_last_report_of_a_worker_that_left_stays(world: World) -> None
 
 def test_a_restarted_worker_starts_beside_its_old_account() -> None:
     accounts = Coverage()
-    accounts.note(1, report(100, 5))
-    accounts.note(1, report(3))
+    accounts.note(1, report(100, 5), QUERY)
+    accounts.note(1, report(3), QUERY)
     check(told(accounts), 103, 5, 0)
-    accounts.note(1, report(4))
+    accounts.note(1, report(4), QUERY)
     check(told(accounts), 104, 5, 0)
 
 
@@ -70,7 +72,7 @@ def test_old_accounts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "ACCOUNTS_KEPT", 3)
     accounts = Coverage()
     for number in range(10):
-        accounts.note(number, report(1, 1, 1))
+        accounts.note(number, report(1, 1, 1), QUERY)
     check(told(accounts), 10, 10, 10)
     assert len(accounts._last) == 3
 
@@ -79,8 +81,8 @@ def test_ended_requests_add_up_and_the_last_are_told_one_by_one() -> None:
     accounts = Coverage()
     one = RequestCoverage(request_id="r", computed=4, captured=3, lost={LossReason.RING_FULL: 1})
     counts = RequestCounts(whole=5, partial=1)
-    accounts.note("w", msgspec.structs.replace(report(9, 1), requests=counts, recent=(one,)))
-    accounts.note(2, msgspec.structs.replace(report(9), requests=RequestCounts(none=2)))
+    accounts.note("w", msgspec.structs.replace(report(9, 1), requests=counts, recent=(one,)), QUERY)
+    accounts.note(2, msgspec.structs.replace(report(9), requests=RequestCounts(none=2)), QUERY)
     summary = told(accounts)
     assert summary["requests"] == {"whole": 5, "partial": 1, "none": 2}
     shown = {"request_id": "r", "computed": 4, "captured": 3, "lost": {"ring_full": 1}}
@@ -91,7 +93,7 @@ def test_the_requests_of_a_few_workers_only_are_told_one_by_one() -> None:
     accounts = Coverage()
     one = RequestCoverage(request_id="r", computed=1, captured=1, lost={})
     for number in range(coverage.RECENT_WORKERS + 3):
-        accounts.note(number, msgspec.structs.replace(report(1), recent=(one,)))
+        accounts.note(number, msgspec.structs.replace(report(1), recent=(one,)), QUERY)
     shown = told(accounts)["recent_requests"]
     assert set(shown) == {str(number) for number in range(3, coverage.RECENT_WORKERS + 3)}
 
@@ -113,10 +115,10 @@ def test_no_sum_ever_falls_when_a_worker_starts_again(fallen: dict[str, Any]) ->
     last = msgspec.structs.replace(
         report(10, 2), waited_ms=500, requests=RequestCounts(whole=2, partial=1)
     )
-    accounts.note(1, last)
+    accounts.note(1, last, QUERY)
     before = accounts.summary()
     grown = {"computed": 20, "captured": 18, "waited_ms": 600}
-    accounts.note(1, msgspec.structs.replace(last, **{**grown, **fallen}))
+    accounts.note(1, msgspec.structs.replace(last, **{**grown, **fallen}), QUERY)
     after = accounts.summary()
     assert after.computed == before.computed + 20, "beside the old account, not in its place"
     assert after.captured >= before.captured
@@ -128,6 +130,26 @@ def test_no_sum_ever_falls_when_a_worker_starts_again(fallen: dict[str, Any]) ->
 
 def test_what_engines_waited_adds_up() -> None:
     accounts = Coverage()
-    accounts.note(1, msgspec.structs.replace(report(1), waited_ms=1500))
-    accounts.note(2, msgspec.structs.replace(report(1), waited_ms=250))
+    accounts.note(1, msgspec.structs.replace(report(1), waited_ms=1500), QUERY)
+    accounts.note(2, msgspec.structs.replace(report(1), waited_ms=250), QUERY)
     assert accounts.summary().waited_s == 1.75
+
+
+def test_every_feature_has_an_account_of_its_own() -> None:
+    accounts = Coverage()
+    accounts.note("w", report(10, 1), QUERY)
+    accounts.note("w##key", report(7, 4), KEY)
+    accounts.note("x", report(5, 0, 2), QUERY)
+    summary = told(accounts)
+    check(summary, 22, 5, 2)
+    assert set(summary["features"]) == {QUERY, KEY}
+    check(summary["features"][QUERY], 15, 1, 2)
+    check(summary["features"][KEY], 7, 4, 0)
+
+
+def test_an_id_that_stores_another_feature_begins_another_account() -> None:
+    accounts = Coverage()
+    accounts.note("w", report(10, 1), QUERY)
+    accounts.note("w", report(20), KEY)
+    check(told(accounts)["features"][QUERY], 10, 1, 0)
+    check(told(accounts), 30, 1, 0)

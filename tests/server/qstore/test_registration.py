@@ -183,6 +183,7 @@ async def test_a_replacement_waits_until_the_old_lane_is_drained(world: World) -
     await replacement.lane.run(
         lambda: None, timeout_s=20.0
     )  # behind the opening, if that has been asked for
+    assert isinstance(replacement.ring, RingMemory)
     with pytest.raises(ValueError, match="not open"):
         _ = replacement.ring.rows
     assert not replacing.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.lifeline import Accepted, Attach, Attached, OfferRing, Refused, encode_packet
+from lmcache_qserver.copying import RingMemory
 from lmcache_qserver.testing.bare_client import (
     BareClient,
     BareLifeline,
@@ -25,7 +28,10 @@ from lmcache_qserver.testing.bare_client import (
 )
 from lmcache_qserver.testing.daemon import RunningDaemon, environment, wait_until
 from lmcache_qserver.wire import descriptors
-from lmcache_qserver.wire.lifeline import MAX_RINGS, uid_is_allowed
+from lmcache_qserver.wire import lifeline as lifeline_module
+from lmcache_qserver.wire.clients import Clients
+from lmcache_qserver.wire.counts import WireCounts
+from lmcache_qserver.wire.lifeline import MAX_RINGS, LifelineServer, uid_is_allowed
 
 TOKEN = b"t" * 16
 RINGS = "memfd:test-ring"
@@ -154,11 +160,11 @@ def test_bad_packets_are_refused_and_the_connection_lives(
     assert refused(lifeline.exchange(offer)[0]) is ErrorCode.BAD_PAYLOAD
     assert refused(lifeline.exchange(offer, [fd, fd])[0]) is ErrorCode.BAD_FRAME
     assert refused(lifeline.exchange(bytes(5000))[0]) is ErrorCode.BAD_FRAME
-    assert daemon.open_files(RINGS) == files
+    wait_until(lambda: daemon.open_files(RINGS) == files, "the others are closed")
     assert isinstance(lifeline.exchange(offer, [fd])[0], Accepted)
-    assert daemon.open_files(RINGS) == files + 1
+    wait_until(lambda: daemon.open_files(RINGS) == files + 1, "the others are closed")
     assert refused(lifeline.exchange(offer, [fd])[0]) is ErrorCode.BAD_PAYLOAD
-    assert daemon.open_files(RINGS) == files + 1
+    wait_until(lambda: daemon.open_files(RINGS) == files + 1, "the others are closed")
     os.close(fd)
 
 
@@ -182,7 +188,9 @@ def test_offers_are_bounded_and_closed_with_the_connection(daemon: RunningDaemon
                 lifeline.offer(fd, nbytes)
             answer, _ = lifeline.exchange(OfferRing(TOKEN, nbytes), [fd])
             assert refused(answer) is ErrorCode.BUSY
-            assert daemon.open_files(RINGS) == opened + MAX_RINGS
+            wait_until(
+                lambda: daemon.open_files(RINGS) == opened + MAX_RINGS, "the others are closed"
+            )
         wait_until(lambda: daemon.open_files(RINGS) == files, "all descriptors are closed")
     os.close(fd)
 
@@ -286,3 +294,27 @@ def _kernel_has_peer_pidfd() -> bool:
         if fd is not None:
             os.close(fd)
         return fd is not None
+
+
+async def test_who_connects_and_says_nothing_is_closed_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifeline_module, "ATTACH_S", 0.05)
+    server = LifelineServer(
+        asyncio.get_running_loop(),
+        Clients(lambda session: None),
+        WireCounts(),
+        pool_fd=-1,
+        pool_bytes=0,
+        allowed_uids=(),
+        clock=time.monotonic,
+        take_memory=RingMemory,
+    )
+    server.open(tmp_path / "lifeline.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.setblocking(False)
+        silent.connect(str(tmp_path / "lifeline.sock"))
+        loop = asyncio.get_running_loop()
+        assert await asyncio.wait_for(loop.sock_recv(silent, 1), 10) == b""
+    assert len(server) == 0
+    server.close()

@@ -33,6 +33,17 @@ QUERY = ChunkQuery(
 )
 
 
+FEATURES = b"\x94" + b"".join(
+    bytes([0xA0 + len(name)]) + name
+    for name in (
+        b"transfer_query",
+        b"transfer_key",
+        b"transfer_value",
+        b"transfer_attention_output",
+    )
+)
+
+
 @pytest.mark.parametrize(
     ("operation", "payloads", "result"),
     [
@@ -43,8 +54,8 @@ QUERY = ChunkQuery(
         (b"\x16", [b"\xc0"], b"\xc3"),  # ping of nobody: true
         (b"\x16", [b"\x07"], b"\xc2"),  # ping of an unknown instance: false
         (b"\xa4ping", [b"\xc0"], b"\xc3"),
-        (b"\x20", [], b"\x91\xaetransfer_query"),  # get_experimental
-        (b"\xb0get_experimental", [], b"\x91\xaetransfer_query"),
+        (b"\x20", [], FEATURES),  # get_experimental
+        (b"\xb0get_experimental", [], FEATURES),
         (b"\x05", [b"\xc1"] * 4, b"\x92\xc4\x00\xc2"),  # a store that can't be decoded: ["", false]
     ],
 )

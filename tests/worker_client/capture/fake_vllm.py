@@ -68,11 +68,16 @@ def vllm_config(
     revision: str | None = None,
     layers: int = 1000,
     speculative: Any = None,
+    kv_heads: int | None = None,
+    attention: dict[str, Any] | None = None,
 ) -> Any:
-    """`VllmConfig`; `heads` are this rank's."""
+    """`VllmConfig`; `heads` are this rank's, `kv_heads` (as many if None) the model's, `attention` are its layers."""
+    total_kv = heads * tp if kv_heads is None else kv_heads
     return SimpleNamespace(
         model_config=SimpleNamespace(
             get_num_attention_heads=lambda parallel: heads,
+            get_num_kv_heads=lambda parallel: max(1, total_kv // tp),
+            get_total_num_kv_heads=lambda: total_kv,
             get_head_size=lambda: head_dim,
             dtype=dtype,
             revision=revision,
@@ -84,6 +89,7 @@ def vllm_config(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batched, max_num_seqs=seqs),
         cache_config=SimpleNamespace(block_size=block_size),
         speculative_config=speculative,
+        compilation_config=SimpleNamespace(static_forward_context=attention or {}),
     )
 
 

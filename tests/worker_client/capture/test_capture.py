@@ -16,6 +16,7 @@ from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qprotocol.hashing import HashChain, chunk_hash, chunk_hashes
 from lmcache_qprotocol.reasons import LossReason as Loss
 from lmcache_qprotocol.stamps import EMPTY, first_stamp
@@ -64,7 +65,7 @@ class Worker:
         self._free = self.random.sample(range(1, 9000), 8999)
         self._sent: dict[str, int] = {}
         self.capture = QRingBufferCapture(
-            cast(QRingBufferAdapter, self.adapter),
+            [(QUERY, cast(QRingBufferAdapter, self.adapter))],
             RingSettings(blocks=ring_blocks, tails=tails),
         )
         config = cache_config(group(FullAttentionSpec(block), self.names))
@@ -469,7 +470,7 @@ def test_shutdown_counts_all_and_leaves(worker: Worker) -> None:
 
 def test_no_attention_layer_captures_nothing(caplog: pytest.LogCaptureFixture) -> None:
     adapter = FakeAdapter(8)
-    capture = QRingBufferCapture(cast(QRingBufferAdapter, adapter), RingSettings())
+    capture = QRingBufferCapture([(QUERY, cast(QRingBufferAdapter, adapter))], RingSettings())
     capture.setup_q_ring({}, cache_config(), vllm_config())
     assert "no attention layer" in caplog.text
     assert adapter.ring is None
@@ -486,7 +487,7 @@ def test_a_ring_smaller_than_a_chunk_is_told_at_start(
 ) -> None:
     adapter = FakeAdapter(8)
     capture = QRingBufferCapture(
-        cast(QRingBufferAdapter, adapter), RingSettings(blocks=ring_blocks)
+        [(QUERY, cast(QRingBufferAdapter, adapter))], RingSettings(blocks=ring_blocks)
     )
     names = layer_names(1)
     config = cache_config(group(FullAttentionSpec(4), names))
@@ -498,7 +499,9 @@ def test_a_ring_smaller_than_a_chunk_is_told_at_start(
 
 def test_layers_that_share_a_cache_are_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
     adapter = FakeAdapter(8)
-    capture = QRingBufferCapture(cast(QRingBufferAdapter, adapter), RingSettings(blocks=2))
+    capture = QRingBufferCapture(
+        [(QUERY, cast(QRingBufferAdapter, adapter))], RingSettings(blocks=2)
+    )
     names = layer_names(3)
     config = cache_config(group(FullAttentionSpec(4), names[:2]))
     capture.setup_q_ring(caches(names), config, vllm_config(block_size=4))
@@ -511,7 +514,9 @@ def test_layers_that_share_a_cache_are_told_at_start(caplog: pytest.LogCaptureFi
 
 
 def test_an_engine_whose_cache_is_elsewhere_is_refused() -> None:
-    capture = QRingBufferCapture(cast(QRingBufferAdapter, FakeAdapter(8)), RingSettings())
+    capture = QRingBufferCapture(
+        [(QUERY, cast(QRingBufferAdapter, FakeAdapter(8)))], RingSettings()
+    )
     names = layer_names(1)
     config: Any = cache_config(group(FullAttentionSpec(4), names))
     with pytest.raises(NotImplementedError, match="transfer_intermediate_tensors"):

@@ -41,7 +41,7 @@ class Stores:
 
 
 def room(stores: Stores, wait_s: float) -> WaitForRoom:
-    return WaitForRoom(stores.ring, cast(QRingBufferAdapter, stores), wait_s)
+    return WaitForRoom(stores.ring, [cast(QRingBufferAdapter, stores)], wait_s)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from lmcache_qclient.capture.geometry import (
     ring_block_size,
 )
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
+from lmcache_qclient.features.query import FEATURE as QUERY
 from tests.worker_client.capture.fake_vllm import (
     AttentionSpec,
     FullAttentionSpec,
@@ -112,7 +113,7 @@ def test_layers_of_a_draft_model_are_not_captured() -> None:
         group(FullAttentionSpec(16), [DRAFTS[1], *NAMES, *DRAFTS[2:]]),
     )
     config = vllm_config(layers=6, speculative=object())
-    geometry = geometry_of(caches([*DRAFTS, *NAMES]), groups, config)
+    geometry = geometry_of(caches([*DRAFTS, *NAMES]), groups, config, QUERY)
     assert geometry is not None
     assert geometry.layer_names == tuple(NAMES)
     assert (geometry.group_index, geometry.engine_block_size) == (1, 16)
@@ -121,7 +122,7 @@ def test_layers_of_a_draft_model_are_not_captured() -> None:
 
 def test_without_a_draft_model_every_layer_is_the_models_own() -> None:
     groups = cache_config(group(FullAttentionSpec(16), [*NAMES, *DRAFTS[:2]]))
-    geometry = geometry_of(caches([*NAMES, *DRAFTS[:2]]), groups, vllm_config(layers=6))
+    geometry = geometry_of(caches([*NAMES, *DRAFTS[:2]]), groups, vllm_config(layers=6), QUERY)
     assert geometry is not None
     assert len(geometry.layer_names) == 8
 
@@ -130,7 +131,7 @@ def test_two_layers_with_one_number_are_refused() -> None:
     names = [*NAMES, "encoder.layers.3.attn"]
     groups = cache_config(group(FullAttentionSpec(16), names))
     with pytest.raises(NotImplementedError, match=r"encoder\.layers\.3\.attn have one number"):
-        geometry_of(caches(names), groups, vllm_config())
+        geometry_of(caches(names), groups, vllm_config(), QUERY)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_geometry_of_one_rank_of_tp2_pp2() -> None:
         heads=4, head_dim=80, dtype=torch.bfloat16, tp=2, pp=2, rank=7, revision="main"
     )
     geometry = geometry_of(
-        caches(names), cache_config(group(FullAttentionSpec(528), names)), config
+        caches(names), cache_config(group(FullAttentionSpec(528), names)), config, QUERY
     )
     assert geometry is not None
     layout = geometry.layout
@@ -167,7 +168,7 @@ def test_geometry_of_one_rank_of_tp2_pp2() -> None:
 
 
 def test_geometry_without_groups_takes_the_engines_block_size() -> None:
-    geometry = geometry_of(caches(NAMES), cache_config(), vllm_config(block_size=48))
+    geometry = geometry_of(caches(NAMES), cache_config(), vllm_config(block_size=48), QUERY)
     assert geometry is not None
     assert (geometry.engine_block_size, geometry.group_index) == (48, 0)
     assert geometry.reference_layer == NAMES[0]
@@ -187,12 +188,12 @@ def with_layers(**heads_and_size: tuple[int, int]) -> object:
 def test_c11_layers_with_unlike_heads_are_refused(unlike: dict[str, tuple[int, int]]) -> None:
     groups = cache_config(group(FullAttentionSpec(16), NAMES))
     with pytest.raises(NotImplementedError, match=NAMES[int(next(iter(unlike))[1:])]):
-        geometry_of(caches(NAMES), groups, with_layers(**unlike))
+        geometry_of(caches(NAMES), groups, with_layers(**unlike), QUERY)
 
 
 def test_what_is_not_captured_may_have_any_heads() -> None:
     groups = cache_config(group(FullAttentionSpec(16), NAMES[:5]))
-    assert geometry_of(caches(NAMES), groups, with_layers(i0=(2, 3), i5=(9, 9))) is not None
+    assert geometry_of(caches(NAMES), groups, with_layers(i0=(2, 3), i5=(9, 9)), QUERY) is not None
 
 
 def test_layers_without_group() -> None:
@@ -203,7 +204,7 @@ def test_layers_without_group() -> None:
 
 
 def test_no_layer_no_geometry() -> None:
-    assert geometry_of({}, cache_config(), vllm_config()) is None
+    assert geometry_of({}, cache_config(), vllm_config(), QUERY) is None
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_ring_block_size(engine: int, chunk: int, ring: int) -> None:
 def size(settings: RingSettings, chunk: int = 256, **more: int | None) -> tuple[int, int]:
     """(total, steps) for ring blocks of 16 tokens of 72 bytes."""
     names = layer_names(3)
-    geometry = geometry_of(caches(names), cache_config(), vllm_config())
+    geometry = geometry_of(caches(names), cache_config(), vllm_config(), QUERY)
     assert geometry is not None
     assert geometry.layout.token_bytes == 3 * 2 * 3 * 4
     scheduler = vllm_config(**more).scheduler_config  # type: ignore[arg-type]

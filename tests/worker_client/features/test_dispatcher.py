@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,10 +12,12 @@ import torch
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
+from lmcache_qclient.capture.tensor_kind import LayerSink, Tensors
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
-from lmcache_qclient.features.feature import Feature, LayerSink, Tensors
-from lmcache_qclient.features.query import QTensorFeature
-from lmcache_qclient.features.registry import FEATURE_REGISTRY, TRANSFER_QUERY
+from lmcache_qclient.features.feature import Feature
+from lmcache_qclient.features.query import FEATURE as QUERY
+from lmcache_qclient.features.registry import FEATURE_REGISTRY
+from lmcache_qclient.features.ring_features import RingFeatures
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.reasons import LossReason as Loss
 from tests.worker_client.capture.fake_adapter import FakeAdapter
@@ -60,6 +63,10 @@ class Recorder(Feature):
         self._note("layer_sink")
         return self.sink
 
+    def output_sink(self) -> LayerSink | None:
+        self._note("output_sink")
+        return None
+
     def wait_for_save(self, event: bytes | None) -> None:
         self._note("wait_for_save", event)
 
@@ -84,6 +91,7 @@ HOOKS: list[tuple[str, tuple[Any, ...]]] = [
     ("begin_step", (StepMeta(),)),
     ("save_kv_layer", ("layer", {"q": torch.ones(1)}, None)),
     ("layer_sink", ()),
+    ("output_sink", ()),
     ("wait_for_save", (b"event",)),
     ("reclaim", ()),
     ("work_idle", (None,)),
@@ -170,19 +178,27 @@ def test_later_layers_go_to_every_feature_that_wants_them() -> None:
 
 
 def build(requested: tuple[str, ...], announced: tuple[str, ...]) -> Dispatcher:
-    adapter = cast(QRingBufferAdapter, SimpleNamespace(features=announced))
-    return init_dispatcher(requested, adapter, RingSettings())
+    def connect(feature: str) -> QRingBufferAdapter:
+        return cast(QRingBufferAdapter, SimpleNamespace(features=announced, of=feature))
+
+    return init_dispatcher(requested, connect, RingSettings())
+
+
+def built(dispatcher: Dispatcher) -> list[tuple[str, str]]:
+    """Each feature that is captured, and which feature its way to the server was opened for."""
+    (feature,) = dispatcher.features
+    assert isinstance(feature, RingFeatures)
+    return [(kind.name, cast(Any, adapter).of) for kind, adapter in feature.capture.ways]
 
 
 def test_the_requested_features_are_built() -> None:
-    (feature,) = build((TRANSFER_QUERY,), ("other", TRANSFER_QUERY)).features
-    assert isinstance(feature, QTensorFeature)
+    assert built(build((QUERY.name,), ("other", QUERY.name))) == [(QUERY.name, QUERY.name)]
     assert build((), ()).features == ()
 
 
 def test_an_unknown_feature_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"transfer_nothing.*known.*transfer_query"):
-        build(("transfer_nothing",), (TRANSFER_QUERY,))
+        build(("transfer_nothing",), (QUERY.name,))
 
 
 @pytest.mark.parametrize(("announced", "said"), [((), "nothing"), (("x", "y"), "x, y")])
@@ -190,17 +206,19 @@ def test_a_feature_that_the_server_does_not_announce_is_named(
     announced: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ValueError, match=f"does not store transfer_query.*{said}"):
-        build((TRANSFER_QUERY,), announced)
+        build((QUERY.name,), announced)
 
 
 def test_a_new_feature_is_a_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FEATURE_REGISTRY, "transfer_key", lambda adapter, settings: Recorder())
-    names = (TRANSFER_QUERY, "transfer_key")
-    assert [type(f) for f in build(names, names).features] == [QTensorFeature, Recorder]
+    new = dataclasses.replace(QUERY, name="transfer_new", tensor="k")
+    monkeypatch.setitem(FEATURE_REGISTRY, new.name, new)
+    names = (QUERY.name, new.name)
+    assert built(build(names, names)) == [(name, name) for name in names]
 
 
 def test_the_registry_speaks_the_protocols_names() -> None:
-    assert set(FEATURE_REGISTRY) == set(FEATURE_SUFFIX)
+    assert set(FEATURE_REGISTRY) <= set(FEATURE_SUFFIX)
+    assert all(kind.name == name for name, kind in FEATURE_REGISTRY.items())
 
 
 # --- the query feature ----------------------------------------------------------------------------
@@ -214,7 +232,9 @@ def adapter() -> FakeAdapter:
 @pytest.fixture
 def dispatcher(adapter: FakeAdapter) -> Dispatcher:
     """The real feature over a real ring: 2 layers, 2 heads of 3."""
-    dispatcher = Dispatcher([QTensorFeature(cast(QRingBufferAdapter, adapter), RingSettings())])
+    dispatcher = Dispatcher(
+        [RingFeatures([(QUERY, cast(QRingBufferAdapter, adapter))], RingSettings())]
+    )
     names = layer_names(2)
     config = cache_config(group(FullAttentionSpec(4), names))
     assert dispatcher.register(caches(names), config, vllm_config()) == tuple(names)
@@ -293,6 +313,8 @@ def test_a_layer_without_a_query_is_layer_missing(
 
 
 def test_a_rank_without_attention_wants_no_layer(adapter: FakeAdapter) -> None:
-    dispatcher = Dispatcher([QTensorFeature(cast(QRingBufferAdapter, adapter), RingSettings())])
+    dispatcher = Dispatcher(
+        [RingFeatures([(QUERY, cast(QRingBufferAdapter, adapter))], RingSettings())]
+    )
     assert dispatcher.register({}, cache_config(), vllm_config()) == ()
     assert dispatcher.reference_layer() is None

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmcache_qclient.qcache.catalog import model_names, read_status, stored_layouts
+from lmcache_qclient.qcache.catalog import base_names, read_status, stored_layouts
 from lmcache_qprotocol.keys import kv_rank
 from lmcache_qprotocol.layout import Layout, layout_id
 from tests.worker_client.qcache.engine import layout_of
@@ -89,7 +89,7 @@ def test_an_engine_that_has_stored_nothing_yet() -> None:
     ring = {"num_layers": 3, "layout": msgspec.to_builtins(layout_of())}
     meta = {"7": {"model_name": "org/model", "world_size": 1, "q_ring_layout": ring}}
     entries = read_status({"models": [], "q_context_meta": meta})
-    assert model_names(entries) == (NAME,)
+    assert base_names(entries) == (NAME.removesuffix("##query"),)
     (layout,) = stored_layouts(entries, NAME)
     assert layout.complete
     assert layout.parts[0].kv_rank == kv_rank(1, 0)

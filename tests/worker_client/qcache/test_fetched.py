@@ -33,7 +33,8 @@ def reads(target: Any, places: tuple[int, ...]) -> list[ChunkRead]:
             generation=1,
         )
         rows = (0, BLOCKS * BLOCK)
-        made.append(ChunkRead(place, chunk, rows, target[:, number * 16 : (number + 1) * 16]))
+        mine = target[:, number * 16 : (number + 1) * 16]
+        made.append(ChunkRead(place, chunk, rows, ((mine, slice(None)),)))
     return made
 
 

@@ -128,3 +128,33 @@ def test_a_tap_without_a_sink_sees_nothing_and_may_be_switched_at_any_time() -> 
         switched.sink = sink
         assert static["a"].impl.forward("layer", Q, "k", "v", "c", "m") == "output"
     assert seen == ["a"]
+
+
+def test_keys_values_and_outputs_are_handed_on() -> None:
+    static, seen = layers("a"), []
+    both = tap(lambda name, tensors: seen.append((name, dict(tensors))))
+    both.output_sink = lambda name, tensors: seen.append((name, dict(tensors)))
+    wrap_layers(static, ["a"], both)
+    static["a"].impl.forward("layer", Q, "k", "v", "c", "m", output="written here")
+    static["a"].impl.forward("layer", Q, None, None, "c", "m")
+    assert seen == [
+        ("a", {"q": Q, "k": "k", "v": "v"}),
+        ("a", {"o": "written here"}),
+        ("a", {"q": Q}),  # the layer uses another layer's cache
+        ("a", {"o": "output"}),  # the backend returns what it makes
+    ]
+
+
+def test_what_the_output_sink_raises_does_not_reach_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    static, made = layers("a"), Tap()
+
+    def broken(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        raise AttributeError("no forward context")
+
+    made.output_sink = broken
+    wrap_layers(static, ["a"], made)
+    assert static["a"].impl.forward("layer", Q, "k", "v", "c", "m") == "output"
+    assert static["a"].impl.forward("layer", Q, "k", "v", "c", None) == "output"
+    assert len(caplog.records) == 1

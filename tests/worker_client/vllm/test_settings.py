@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_qclient.capture.layer_selection import parse_layers
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.settings import KNOWN, TRANSFER, Settings, parse_settings
@@ -27,9 +28,57 @@ def test_the_main_switch(value: object, on: bool) -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, None, "", []])
-def test_the_main_switch_is_true_or_false(value: object) -> None:
+def test_the_main_switch_is_true_or_false_or_names(value: object) -> None:
     with pytest.raises(ValueError, match="true or false"):
         parse_settings({TRANSFER: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "features"),
+    [
+        ("transfer_key", ("transfer_key",)),
+        (["transfer_value", "transfer_query"], ("transfer_value", "transfer_query")),
+        ("transfer_key, transfer_query,transfer_key", ("transfer_key", "transfer_query")),
+        (("transfer_attention_output",), ("transfer_attention_output",)),
+    ],
+)
+def test_features_by_name(value: object, features: tuple[str, ...]) -> None:
+    assert parse_settings({TRANSFER: value}).features == features
+
+
+@pytest.mark.parametrize(
+    "value", ["transfer_nothing", ["transfer_key", "key"], ["transfer_key", 1]]
+)
+def test_an_unknown_feature_is_refused_with_the_known_ones(value: object) -> None:
+    with pytest.raises(
+        ValueError, match="transfer_query, transfer_key, transfer_value, transfer_a"
+    ):
+        parse_settings({TRANSFER: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layers", "x"),
+        ("layers", None.__class__),
+        ("layers", []),
+        ("tokens", "prompts"),
+        ("tokens", None),
+        ("sample", 1.01),
+        ("sample", -0.1),
+        ("sample", "nan"),
+        ("sample", "half"),
+        ("sample", True),
+        ("sample", None),
+    ],
+)
+def test_a_wrong_selection_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"lmcache\.q\.{key}"):
+        parse_settings({f"lmcache.q.{key}": value})
+
+
+def test_all_layers_are_all_layers() -> None:
+    assert parse_settings({"lmcache.q.layers": "all"}).ring.layers is None
 
 
 def test_all_switches() -> None:
@@ -45,12 +94,14 @@ def test_all_switches() -> None:
             "lmcache.q.on_full": "wait",
             "lmcache.q.full_wait_s": 0.25,
             "lmcache.q.transport": "inline",
+            "lmcache.q.layers": "0,5",
+            "lmcache.q.tokens": "prompt",
+            "lmcache.q.sample": "0.5",
         }
     )
-    assert settings == Settings(
-        (), "tcp://h:1", RingSettings(12, 3, 1000, False, 0.25), 2.5, 1.0, "inline"
-    )
-    assert len(KNOWN) == 10, "a new switch belongs into this test"
+    ring = RingSettings(12, 3, 1000, False, 0.25, parse_layers("0,5"))
+    assert settings == Settings((), "tcp://h:1", ring, 2.5, 1.0, "prompt", 0.5, "inline")
+    assert len(KNOWN) == 13, "a new switch belongs into this test"
 
 
 @pytest.mark.parametrize("value", ["tcp", "", None, 1])

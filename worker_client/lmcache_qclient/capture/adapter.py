@@ -97,6 +97,7 @@ class QRingBufferAdapter:
         self._timeout_s = timeout_s
         self._registration: _Registration | None = None
         self._layout_id = b""
+        self._key_model_name = ""
         self._in_flight: dict[int, InFlight] = {}
         self._quarantine: list[InFlight] = []
         self._generation = 0
@@ -149,6 +150,7 @@ class QRingBufferAdapter:
             )
         self._registration = _Registration(ring, layout, block_size)
         self._layout_id = layout_id(layout)
+        self._key_model_name = feature_model_name(self.model_name, layout.feature)
         self._send_registration()
 
     def _send_registration(self) -> None:
@@ -235,7 +237,7 @@ class QRingBufferAdapter:
             self._settle(chunk, LossReason.SERVER_UNAVAILABLE)
             return None
         key = RangeKey(
-            model_name=feature_model_name(self.model_name, "transfer_query"),
+            model_name=self._key_model_name,
             world_size=self.world_size,
             worker_id=self.rank,
             start=chunk.start,

@@ -8,8 +8,27 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Iterable
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
+
+
+class Allocator(Protocol):
+    """What gives a ring's blocks away."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give now."""
+
+    @property
+    def high_water(self) -> int:
+        """The most blocks that were ever in use."""
+
+    def allocate(self, n: int) -> list[int] | None:
+        """n free ids, or None when fewer are free."""
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give blocks back."""
 
 
 class BlockAllocator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmcache_qclient.capture.account import RequestTally
+from lmcache_qclient.capture.accounts import Tallies
 from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.messages import IdentityClaim
 
@@ -34,7 +35,7 @@ class FinishedChunk:
     cache_salt: str
     blocks: tuple[int, ...]
     nonce: int
-    tally: RequestTally
+    tally: RequestTally | Tallies
     parent_hash: bytes | None = None
     piece_tokens: tuple[int, ...] = ()
     piece_items: tuple[ItemIdentity, ...] = ()

@@ -11,21 +11,24 @@ from typing import Any
 import torch
 
 from lmcache_qclient.capture.draft_layers import without_drafts
+from lmcache_qclient.capture.layer_selection import LayerSelection
+from lmcache_qclient.capture.tensor_kind import Heads, TensorKind
 from lmcache_qprotocol.layout import Layout
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """One rank's queries.
+    """One rank's tensors of one kind.
 
     Attributes:
-        layer_names: the engine's names of the attention layers, in the order of the ring's layers.
-        reference_layer: the layer whose slot mapping attributes the rows of all layers.
+        layer_names: the engine's names of the layers that are captured, in the order of the ring's layers.
+        reference_layer: the layer whose slot mapping attributes the rows of all layers; itself captured or not.
         group_index: the cache group of that layer; `block_ids` come from it.
         engine_block_size: tokens per block of that group.
         layout: what is stored.
         dtype: of the rows.
         device: where the engine keeps its cache.
+        without: attention layers that have no such tensor of their own.
     """
 
     layer_names: tuple[str, ...]
@@ -35,6 +38,7 @@ class Geometry:
     layout: Layout
     dtype: torch.dtype
     device: torch.device
+    without: tuple[str, ...] = ()
 
 
 def is_spec(spec: Any, name: str) -> bool:
@@ -87,24 +91,28 @@ def check_numbers(names: Sequence[str]) -> None:
             )
 
 
-def check_heads(names: Iterable[str], layout: Layout, vllm_config: Any) -> None:
+def check_heads(names: Iterable[str], kind: TensorKind, heads: Heads, vllm_config: Any) -> None:
     """A ring has one width of rows: make sure that every layer has the heads that the model's configuration says.
 
     Raises:
         NotImplementedError: one has others.
     """
-    compilation = getattr(vllm_config, "compilation_config", None)
-    layers = getattr(compilation, "static_forward_context", None) or {}
-    said = layout.num_heads, layout.head_dim
+    layers = layers_of(vllm_config)
+    said = heads.num, heads.dim
     for name in names:
-        layer = layers.get(name)
-        has = getattr(layer, "num_heads", said[0]), getattr(layer, "head_size", said[1])
+        has = kind.heads_of_layer(layers.get(name)) or said
         if has != said:
             raise NotImplementedError(
-                f"queries of models with unlike attention layers can't be captured yet: {name} has {has[0]} heads of "
-                f"{has[1]}, the model's configuration says {said[0]} of {said[1]}. "
+                f"{kind.name} of models with unlike attention layers can't be captured yet: {name} has {has[0]} heads "
+                f"of {has[1]}, the model's configuration says {said[0]} of {said[1]}. "
                 "Set lmcache.mp.transfer_intermediate_tensors to false"
             )
+
+
+def layers_of(vllm_config: Any) -> Mapping[str, Any]:
+    """The engine's attention layers by name; empty where it does not show them."""
+    compilation = getattr(vllm_config, "compilation_config", None)
+    return getattr(compilation, "static_forward_context", None) or {}
 
 
 def reference_group(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int, str | None]:
@@ -143,47 +151,77 @@ def layer_id(layer_name: str) -> int:
 
 
 def geometry_of(
-    kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+    kv_caches: Mapping[str, Any],
+    kv_cache_config: Any,
+    vllm_config: Any,
+    kind: TensorKind,
+    selected: LayerSelection | None = None,
 ) -> Geometry | None:
-    """Read this rank's geometry; None when it has no attention layer.
+    """Read this rank's geometry of one kind of tensor; None when none of its layers has any.
+
+    Args:
+        selected: the layers to capture; None for all.
 
     Raises:
         NotImplementedError: see `check_numbers` and `check_heads`.
+        ValueError: the selection names layers that the model does not have, or none of a pipeline stage.
     """
-    names = without_drafts(attention_layers(kv_caches, kv_cache_config), vllm_config, layer_id)
+    attention = without_drafts(attention_layers(kv_caches, kv_cache_config), vllm_config, layer_id)
+    if not attention:
+        return None
+    check_numbers(attention)
+    group_index, block_size, reference = reference_group(kv_cache_config, vllm_config)
+    if reference is None or reference not in attention:
+        reference = attention[0]
+    layers = layers_of(vllm_config)
+    names = tuple(name for name in attention if kind.has(layers.get(name)))
+    if selected is not None:
+        names = _select(names, selected, vllm_config)
     if not names:
         return None
-    check_numbers(names)
-    group_index, block_size, reference = reference_group(kv_cache_config, vllm_config)
-    if reference is None or reference not in names:
-        reference = names[0]
+    heads = kind.heads(vllm_config, layers.get(names[0]))
+    check_heads(names, kind, heads, vllm_config)
+    return Geometry(
+        layer_names=names,
+        reference_layer=reference,
+        group_index=group_index,
+        engine_block_size=block_size or int(vllm_config.cache_config.block_size),
+        layout=_layout_of(names, kind, heads, vllm_config),
+        dtype=vllm_config.model_config.dtype,
+        device=kv_caches[attention[0]].device,
+        without=tuple(name for name in attention if not kind.has(layers.get(name))),
+    )
+
+
+def _select(names: Sequence[str], selected: LayerSelection, vllm_config: Any) -> tuple[str, ...]:
+    wanted = selected.of(int(vllm_config.model_config.get_total_num_hidden_layers()))
+    kept = tuple(name for name in names if layer_id(name) in wanted)
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    if not kept and names and stages > 1:
+        raise ValueError(
+            f"lmcache.q.layers={selected} selects none of the layers {layer_id(names[0])} to {layer_id(names[-1])} of "
+            f"a pipeline stage, and a reader waits for all {stages} stages: select at least one of each"
+        )
+    return kept
+
+
+def _layout_of(names: Sequence[str], kind: TensorKind, heads: Heads, vllm_config: Any) -> Layout:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % (tp_size * pp_size)
-    num_heads = int(model.get_num_attention_heads(parallel))
-    layout = Layout(
-        feature="transfer_query",
+    return Layout(
+        feature=kind.name,
         layer_ids=tuple(layer_id(name) for name in names),
-        first_head=rank % tp_size * num_heads,
-        num_heads=num_heads,
-        total_heads=num_heads * tp_size,
-        head_dim=int(model.get_head_size()),
+        first_head=heads.first,
+        num_heads=heads.num,
+        total_heads=heads.total,
+        head_dim=heads.dim,
         dtype=str(model.dtype).removeprefix("torch."),
         tp_rank=rank % tp_size,
         tp_size=tp_size,
         pp_rank=rank // tp_size,
         pp_size=pp_size,
         model_revision=str(getattr(model, "revision", None) or ""),
-    )
-    check_heads(names, layout, vllm_config)
-    return Geometry(
-        layer_names=names,
-        reference_layer=reference,
-        group_index=group_index,
-        engine_block_size=block_size or int(vllm_config.cache_config.block_size),
-        layout=layout,
-        dtype=model.dtype,
-        device=kv_caches[names[0]].device,
     )
 
 

@@ -21,6 +21,8 @@ Rules (each token of [start, start + count) is counted as computed, and comes to
 - Without pieces (`pieces=False`) a part begins where its chunk begins and is only handed out whole: what can't become
   whole goes to the account at once.
 - Blocks of what is handed out belong to the caller until `free`.
+- Positions that are not selected (`OpenRequest.selected`) are counted as such and never get a row. Where the selection
+  ends inside a chunk, the open part ends there.
 - A request whose steps or token ids do not follow each other without a gap is not captured any more: what a lost step
   would have told (tokens, blocks, drafts taken back) is unknown, so no later row of it can be trusted.
 """
@@ -30,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from lmcache_qclient.capture.account import Account
+from lmcache_qclient.capture.accounts import Accounts
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.open_request import OpenRequest, Part
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
@@ -61,7 +64,7 @@ class Ledger:
         engine_block_size: int,
         allocate: Callable[[int], list[int] | None],
         free: Callable[[Sequence[int]], None],
-        account: Account,
+        account: Account | Accounts,
         pieces: bool = True,
         first_nonce: int = 1,
     ) -> None:
@@ -163,8 +166,23 @@ class Ledger:
         elif step.start < request.next:
             self._take_back(request, step.start, LossReason.REJECTED_DRAFT)
         end = step.start + step.count
+        self._fill_range(step, request, *self._selected(request, step.start, end))
+        request.next = end
+        request.settled = max(request.settled, step.settled)
+
+    def _selected(self, request: OpenRequest, start: int, end: int) -> tuple[int, int]:
+        """The positions of [start, end) that are to be captured; the others are counted."""
+        if request.selected is None:
+            return start, end
+        first, last = request.selected
+        kept_from, kept_to = max(start, min(first, end)), min(end, max(last, start))
+        kept_to = max(kept_from, kept_to)
+        request.tally.lose(LossReason.NOT_SELECTED, end - start - (kept_to - kept_from))
+        return kept_from, kept_to
+
+    def _fill_range(self, step: RequestStep, request: OpenRequest, start: int, end: int) -> None:
         covered = self._covers(step)
-        position = step.start
+        position = start
         while position < end:
             index = position // self.chunk_size
             stop = min(end, (index + 1) * self.chunk_size)
@@ -173,8 +191,18 @@ class Ledger:
             else:
                 self._refuse(request, index, stop - position, LossReason.UNMATCHED)
             position = stop
-        request.next = end
-        request.settled = max(request.settled, step.settled)
+        if request.selected is not None and start < end == request.selected[1]:
+            self._close_selection(request, end)
+
+    def _close_selection(self, request: OpenRequest, end: int) -> None:
+        """Nothing behind `end` is to be captured: the part that ends there does not wait for its chunk's end."""
+        part = request.open.get((end - 1) // self.chunk_size)
+        if part is None or part.filled != end or end % self.chunk_size == 0:
+            return
+        if self.pieces:
+            request.seal(part)
+        else:
+            self._drop(request, part, LossReason.TAIL_OFF)
 
     def _request(self, step: RequestStep) -> OpenRequest:
         known = self._requests.get(step.request_id)
@@ -186,7 +214,7 @@ class Ledger:
         skip = step.skip if step.first else LossReason.CAPTURE_DISABLED
         tally = self.account.request(step.request_id)
         chain = HashChain(self.chunk_size, step.identity)
-        request = OpenRequest(tally, chain, step.cache_salt, skip)
+        request = OpenRequest(tally, chain, step.cache_salt, skip, step.selected)
         request.next = step.start
         self._requests[step.request_id] = request
         return request

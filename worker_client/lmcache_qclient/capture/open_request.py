@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from lmcache_qclient.capture.account import RequestTally
+from lmcache_qclient.capture.accounts import Tallies
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qprotocol.hashing import HashChain, chunk_hash
 from lmcache_qprotocol.identity import ItemIdentity
@@ -33,6 +34,7 @@ class OpenRequest:
         tally: counts its tokens.
         chain: hashes of its chunks, as far as its token ids are known.
         skip: why nothing of it is captured any more; None to capture.
+        selected: absolute positions [from, to) that are captured; None: all.
         tokens: all that are known; kept for pieces only.
         next: the position that its next step is expected to begin at.
         settled: positions below this can't be taken back.
@@ -42,10 +44,11 @@ class OpenRequest:
         closed: chunks of which nothing more is captured, and why.
     """
 
-    tally: RequestTally
+    tally: RequestTally | Tallies
     chain: HashChain
     cache_salt: str
     skip: LossReason | None
+    selected: tuple[int, int] | None = None
     tokens: array[int] = field(default_factory=lambda: array("I"))
     next: int = 0
     settled: int = 0

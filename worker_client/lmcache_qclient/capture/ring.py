@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmcache_qclient.capture.blocks import BlockAllocator
+from lmcache_qclient.capture.blocks import Allocator, BlockAllocator
 from lmcache_qclient.capture.ring_memory import RingMemory
 from lmcache_qclient.capture.rows_aside import RowsAside
 from lmcache_qprotocol.stamps import EMPTY, STAMP_BYTES
@@ -66,6 +66,7 @@ class QRingBuffer:
             num_q_heads * head_size.
         dtype: of the rows.
         device: "cpu" puts the ring into shared memory; any other device gets one plain allocation.
+        allocator: of its blocks, where other rings share it; its own when None.
 
     Raises:
         ValueError: one of the four numbers is not positive.
@@ -79,6 +80,7 @@ class QRingBuffer:
         hidden_dim: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        allocator: Allocator | None = None,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -96,7 +98,7 @@ class QRingBuffer:
         self.dtype = dtype
         self.device = torch.device(device)
         self.memory: RingMemory | None = None
-        self.allocator = BlockAllocator(num_blocks)
+        self.allocator: Allocator = allocator or BlockAllocator(num_blocks)
         rows = num_blocks * num_layers * block_size
         self.rows_nbytes = (rows + 1) * hidden_dim * dtype.itemsize
         self.stamps_offset = (self.rows_nbytes + PAGE - 1) // PAGE * PAGE

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lmcache_qclient.capture.layer_selection import LayerSelection
 from lmcache_qprotocol.layout import Layout
 
 DEFAULT_BATCHED_TOKENS = 8192
@@ -24,6 +25,7 @@ class RingSettings:
         max_bytes: budget for the computed size.
         tails: store pieces of chunks, too: what was computed of a chunk that is not computed whole.
         wait_s: most seconds that a step waits for room in a full ring; 0 drops at once.
+        layers: that are captured; None for all.
     """
 
     blocks: int | None = None
@@ -31,6 +33,7 @@ class RingSettings:
     max_bytes: int = DEFAULT_RING_BYTES
     tails: bool = True
     wait_s: float = 0.0
+    layers: LayerSelection | None = None
 
 
 class RingBlocks(NamedTuple):

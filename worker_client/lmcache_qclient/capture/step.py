@@ -26,10 +26,11 @@ class RequestStep:
         new_tokens: token ids that have become known since the last step, in order without a gap.
         tokens_from: absolute index of the first of them, also when there are none: how many were told before. Anything
             else tells the ledger that a step was lost on its way.
-        first: the request is seen for the first time; `cache_salt` and `identity` count then.
+        first: the request is seen for the first time; `cache_salt`, `identity` and `selected` count then.
         resumed: the request was preempted and begins again at `start`.
         cache_salt: part of the key.
         identity: what besides token ids the tensors depend on.
+        selected: absolute positions [from, to) that are to be captured; None: all. The others are `not_selected`.
         skip: why this request is not captured from now on, and never again; None to capture it.
     """
 
@@ -45,6 +46,7 @@ class RequestStep:
     identity: Identity = PLAIN
     skip: LossReason | None = None
     tokens_from: int = 0
+    selected: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 
@@ -39,10 +40,21 @@ class StepRows(ABC):
         self._ring = ring
         self._rows = len(slot_mapping)
         self._begin(slot_mapping, wanted)
+        self._attach()
+
+    def also(self, ring: QRingBuffer) -> StepRows:
+        """The same rows for another ring, in which the same blocks have the same owners: found once for both."""
+        other = copy(self)
+        other._ring = ring
+        other._attach()
+        return other
 
     def _begin(self, slot_mapping: torch.Tensor, wanted: Sequence[Run]) -> None:
-        """What is the same for every layer."""
+        """What is the same for every ring."""
         self._ring_slots, self._stamps = self._find(slot_mapping, wanted)
+
+    def _attach(self) -> None:
+        """What is the same for every layer of the ring."""
         self._index = self._ring.index(self._ring_slots)
 
     @abstractmethod
@@ -75,14 +87,18 @@ class HostRows(StepRows):
     """The slot mapping lies in host memory. Few rows wait aside until the last layer (rows_aside.py)."""
 
     def _begin(self, slot_mapping: torch.Tensor, wanted: Sequence[Run]) -> None:
-        self._shape = torch.Size()
-        self._numel = self._dim = -1
-        self._layers: list[torch.Tensor] = []
         self._few = self._rows <= FEW
         if self._few:
             self._kept, self.unmatched = attribute_few(slot_mapping.tolist(), wanted)
         else:
             super()._begin(slot_mapping, wanted)
+
+    def _attach(self) -> None:
+        self._shape = torch.Size()
+        self._numel = self._dim = -1
+        self._layers: list[torch.Tensor] = []
+        if not self._few:
+            super()._attach()
 
     def write(self, layer: int, query: torch.Tensor) -> None:
         """See `StepRows`."""

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
+from lmcache_qclient.capture.capture import Way
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
-from lmcache_qclient.features.feature import Feature, LayerSink, Tensors
+from lmcache_qclient.capture.tensor_kind import LayerSink, Tensors
+from lmcache_qclient.features.feature import Feature
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
+from lmcache_qclient.features.ring_features import RingFeatures
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +63,15 @@ class Dispatcher:
 
     def layer_sink(self) -> LayerSink | None:
         """After the step's first layer: what takes the later ones; None when nobody needs them."""
+        return self._joined(lambda feature: feature.layer_sink())
+
+    def output_sink(self) -> LayerSink | None:
+        """What takes every layer behind its attention, from the step's first on; None when nobody needs them."""
+        return self._joined(lambda feature: feature.output_sink())
+
+    def _joined(self, sink_of: Callable[[Feature], LayerSink | None]) -> LayerSink | None:
         found: list[LayerSink | None] = []
-        self._each(lambda feature: found.append(feature.layer_sink()))
+        self._each(lambda feature: found.append(sink_of(feature)))
         sinks = [sink for sink in found if sink is not None]
         if len(sinks) < 2:
             return sinks[0] if sinks else None
@@ -115,23 +125,32 @@ class Dispatcher:
 
 
 def init_dispatcher(
-    requested: Sequence[str], adapter: QRingBufferAdapter, settings: RingSettings
+    requested: Sequence[str],
+    connect: Callable[[str], QRingBufferAdapter],
+    settings: RingSettings,
 ) -> Dispatcher:
     """Build the requested features.
 
+    Args:
+        requested: names of features.
+        connect: a way to the server for one feature, by its name; each has one of its own.
+
     Raises:
         ValueError: a requested feature is unknown here, or not announced by the server.
+        ConnectionError: from `connect`.
     """
     unknown = [name for name in requested if name not in FEATURE_REGISTRY]
     if unknown:
         raise ValueError(
             f"unknown feature {', '.join(unknown)}; known: {', '.join(FEATURE_REGISTRY)}"
         )
-    missing = [name for name in requested if name not in adapter.features]
-    if missing:
-        announced = ", ".join(adapter.features) or "nothing"
-        raise ValueError(
-            f"the server does not store {', '.join(missing)}; it announces: {announced}. "
-            "Run a server of the same version"
-        )
-    return Dispatcher([FEATURE_REGISTRY[name](adapter, settings) for name in requested])
+    ways: list[Way] = []
+    for name in requested:
+        adapter = connect(name)
+        if name not in adapter.features:
+            announced = ", ".join(adapter.features) or "nothing"
+            raise ValueError(
+                f"the server does not store {name}; it announces: {announced}. Run a server of the same version"
+            )
+        ways.append((FEATURE_REGISTRY[name], adapter))
+    return Dispatcher([RingFeatures(ways, settings)] if ways else [])

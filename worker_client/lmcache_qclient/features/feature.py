@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
-
-Tensors = Mapping[str, torch.Tensor]
-"""What a hook can see of one attention layer: "q" `[rows, heads, head_dim]`, later also "k", "v", "o"."""
-
-LayerSink = Callable[[str, Tensors], None]
-"""Takes one layer's tensors: the engine's name, and what the hook saw."""
+from lmcache_qclient.capture.tensor_kind import LayerSink, Tensors
 
 
 class Feature(ABC):
-    """One kind of intermediate tensor on one worker."""
+    """What captures on one worker: one kind of tensor, or several together."""
 
     @abstractmethod
     def register(
@@ -50,6 +45,10 @@ class Feature(ABC):
 
         What it raises costs the step: without that layer it can't be whole.
         """
+
+    @abstractmethod
+    def output_sink(self) -> LayerSink | None:
+        """As `layer_sink`, for what the layers' attention makes, the step's first layer included."""
 
     @abstractmethod
     def wait_for_save(self, event: bytes | None) -> None:

@@ -1,73 +1,13 @@
-"""transfer_query: the attention queries of every layer."""
+"""transfer_query: queries after RoPE and query norm, softmax scale not folded in, of every attention layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from lmcache_qclient.capture.tensor_kind import TensorKind
+from lmcache_qclient.features.heads import query_heads, says
 
-import torch
-
-from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.capture import QRingBufferCapture
-from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.capture.step import FinishedRequest, StepMeta
-from lmcache_qclient.features.feature import Feature, LayerSink, Tensors
-from lmcache_qprotocol.reasons import LossReason
-
-
-class QTensorFeature(Feature):
-    """Queries after RoPE and query norm, softmax scale not folded in, `[rows, heads, head_dim]` a layer."""
-
-    def __init__(self, adapter: QRingBufferAdapter, settings: RingSettings) -> None:
-        self.capture = QRingBufferCapture(adapter, settings)
-
-    def register(
-        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
-    ) -> tuple[str, ...]:
-        """See `QRingBufferCapture.setup_q_ring`."""
-        self.capture.setup_q_ring(kv_caches, kv_cache_config, vllm_config)
-        return self.capture.geometry.layer_names if self.capture.geometry is not None else ()
-
-    def reference_layer(self) -> str | None:
-        """See `Feature`."""
-        return self.capture.geometry.reference_layer if self.capture.geometry is not None else None
-
-    def begin_step(self, meta: StepMeta) -> None:
-        """See `Feature`."""
-        self.capture.begin_step(meta)
-
-    def save_kv_layer(
-        self, layer_name: str, tensors: Tensors, slot_mapping: torch.Tensor | None
-    ) -> None:
-        """Catch the layer's "q"."""
-        query = tensors.get("q")
-        if query is not None:
-            self.capture.save_q_layer(layer_name, query, slot_mapping)
-
-    def layer_sink(self) -> LayerSink | None:
-        """See `Feature`."""
-        return self.capture.layer_sink()
-
-    def wait_for_save(self, event: bytes | None) -> None:
-        """Submit what the step has finished."""
-        self.capture.batched_submit_qstore_requests(event)
-
-    def reclaim(self) -> None:
-        """See `Feature`."""
-        self.capture.reclaim()
-
-    def work_idle(self, ended: Sequence[FinishedRequest] | None) -> float | None:
-        """See `Feature`."""
-        return self.capture.work_idle(ended)
-
-    def reregister(self) -> None:
-        """See `Feature`."""
-        self.capture.adapter.reregister_q_ring()
-
-    def step_failed(self) -> None:
-        """See `Feature`."""
-        self.capture.give_up_step(LossReason.CAPTURE_DISABLED)
-
-    def shutdown(self) -> None:
-        """See `Feature`."""
-        self.capture.shutdown()
+FEATURE = TensorKind(
+    name="transfer_query",
+    tensor="q",
+    heads=query_heads,
+    heads_of_layer=lambda layer: says(layer, "num_heads", "head_size"),
+)

@@ -1,16 +1,26 @@
-"""The table of features: a new tensor kind is a new row, and nothing else changes."""
+"""The table of features: a new tensor kind is a file beside this one and a row here, and nothing else changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 
-from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.ring_size import RingSettings
-from lmcache_qclient.features.feature import Feature
-from lmcache_qclient.features.query import QTensorFeature
+from lmcache_qclient.capture.tensor_kind import TensorKind
 
-TRANSFER_QUERY = "transfer_query"
+FILES = (
+    "query",
+    "key",
+    "value",
+    "attention_output",
+)
+"""Each has a `FEATURE`, whose name is one that the protocol knows (`FEATURE_SUFFIX`)."""
 
-FEATURE_REGISTRY: dict[str, Callable[[QRingBufferAdapter, RingSettings], Feature]] = {
-    TRANSFER_QUERY: QTensorFeature,
+
+def _feature(file: str) -> TensorKind:
+    feature: TensorKind = import_module(f"{__package__}.{file}").FEATURE
+    return feature
+
+
+FEATURE_REGISTRY: dict[str, TensorKind] = {
+    feature.name: feature for feature in map(_feature, FILES)
 }
+"""By name."""

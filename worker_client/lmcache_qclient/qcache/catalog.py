@@ -86,7 +86,7 @@ class StoredLayout:
 
     @property
     def complete(self) -> bool:
-        """Something is stored of every rank, and the ranks of every stage hold each head once."""
+        """Something is stored of every rank, and the ranks of every stage hold all heads."""
         return not self.missing_ranks and self.tiled
 
     @property
@@ -158,9 +158,17 @@ def _announced(instance: dict[str, Any]) -> StoredEntry | None:
     )
 
 
-def model_names(entries: Iterable[StoredEntry]) -> tuple[str, ...]:
-    """Names of all models, with suffix, sorted."""
-    return tuple(sorted({entry.model_name for entry in entries}))
+def base_name(model_name: str) -> str:
+    """As the engine calls the model, without a feature's suffix."""
+    for suffix in FEATURE_SUFFIX.values():
+        if model_name.endswith(suffix):
+            return model_name.removesuffix(suffix)
+    return model_name
+
+
+def base_names(entries: Iterable[StoredEntry]) -> tuple[str, ...]:
+    """Names of all models, without suffix, sorted."""
+    return tuple(sorted({base_name(entry.model_name) for entry in entries}))
 
 
 def stored_layouts(entries: Iterable[StoredEntry], model_name: str) -> tuple[StoredLayout, ...]:
@@ -247,8 +255,9 @@ def _assemble(entries: Sequence[StoredEntry]) -> StoredLayout:
 
 
 def _tiles(ranges: Iterable[tuple[int, int]], size: int) -> bool:
+    """Ranks that hold the same heads (more ranks than KV heads) count once."""
     end = 0
-    for start, stop in sorted(ranges):
+    for start, stop in sorted(set(ranges)):
         if start != end:
             return False
         end = stop

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from lmcache_qclient.link.connection import AUTO, Connection
 from lmcache_qclient.qcache import one_trip
 from lmcache_qclient.qcache.arguments import Item, Lora, identity_of
+from lmcache_qclient.qcache.asked import FEATURE, Asked, feature_of
 from lmcache_qclient.qcache.catalog import (
     StoredEntry,
     StoredLayout,
-    model_names,
+    base_name,
+    base_names,
     read_status,
     stored_layouts,
 )
@@ -25,13 +27,11 @@ from lmcache_qclient.qcache.status_page import fetch_status
 from lmcache_qclient.qcache.token_ids import token_list
 from lmcache_qprotocol.hashing import HashChain
 from lmcache_qprotocol.identity import Identity
-from lmcache_qprotocol.keys import FEATURE_SUFFIX, feature_model_name
+from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import MAX_SALT_CHARS
 
 if TYPE_CHECKING:
     import torch
-
-FEATURE = "transfer_query"
 
 
 def connect(
@@ -69,7 +69,7 @@ def connect(
 
 
 class QCacheContext:
-    """Finds and reads the queries of one model; made by `connect`.
+    """Finds and reads the tensors of one model; made by `connect`.
 
     Threads may share it; requests wait for each other. It survives restarts of the server, not forks.
     """
@@ -81,9 +81,9 @@ class QCacheContext:
         self._http_url = http_url
         self._timeout_s = timeout_s
         self._asked_model = model_name
-        self._model: str | None = _key_model_name(model_name) if model_name else None
+        self._model: str | None = base_name(model_name) if model_name else None
         self._entries: tuple[StoredEntry, ...] = ()
-        self._layouts: tuple[StoredLayout, ...] = ()
+        self._layouts: dict[str, tuple[StoredLayout, ...]] = {}
         self._known_of = b""  # boot id of the server that said so
 
     def __enter__(self) -> QCacheContext:
@@ -110,59 +110,78 @@ class QCacheContext:
 
     @property
     def layouts(self) -> tuple[StoredLayout, ...]:
-        """The ways in which the model is stored; asks the server as long as there is no complete one, and a new one.
+        """`layouts_of` the queries."""
+        return self.layouts_of(FEATURE)
+
+    def layouts_of(self, feature: str) -> tuple[StoredLayout, ...]:
+        """The ways in which one feature of the model is stored.
+
+        Asks the server as long as there is no complete one, and a new server.
+
+        Args:
+            feature: "query", "key", ... or its whole name.
 
         Raises:
             ConnectionError: the server's HTTP side does not answer.
-            ValueError: no model was named and the server knows several.
+            ValueError: no such feature; or no model was named and the server knows several.
         """
-        before = self._layouts
+        name = feature_of(feature)
+        before = self._layouts.get(name, ())
         restarted = self._known_of != self._session.connection.hello.boot_id
         if restarted or not any(layout.complete for layout in before):
             self.refresh()
-        if not self._layouts:
-            self._layouts = before  # a server that was restarted empty: what is asked for is missing, not unheard of
-        return self._layouts
+        if not self._layouts.get(name):
+            # A server that was restarted empty: what is asked for is missing, not unheard of.
+            self._layouts[name] = before
+        return self._layouts[name]
 
     def refresh(self) -> None:
         """Ask the server anew what is stored, for example after the engine was started in another layout.
 
         Raises:
-            ConnectionError, ValueError: as `layouts`.
+            ConnectionError, ValueError: as `layouts_of`.
         """
         boot_id = self._session.connection.hello.boot_id
         self._entries = read_status(fetch_status(self._http_url, self._timeout_s))
         if self._asked_model is None:
             self._model = self._only_model()
-        self._layouts = stored_layouts(self._entries, self._model) if self._model else ()
-        self._known_of = boot_id if self._layouts else b""
+        self._layouts = {
+            feature: stored_layouts(self._entries, self._model + suffix) if self._model else ()
+            for feature, suffix in FEATURE_SUFFIX.items()
+        }
+        self._known_of = boot_id if any(self._layouts.values()) else b""
 
     def _only_model(self) -> str | None:
-        names = model_names(self._entries)
+        names = base_names(self._entries)
         if len(names) > 1:
-            raise ValueError(f"pass model_name=, the server knows several: {_listed(names)}")
+            raise ValueError(f"pass model_name=, the server knows several: {', '.join(names)}")
         return names[0] if names else None
 
-    def _layout(self, layout: StoredLayout | None) -> StoredLayout:
-        """The layout to read: the given one, or the only one."""
-        layouts = (layout,) if layout is not None else self.layouts
-        if not layouts:
-            name = self._asked_model or "any model"
-            raise ValueError(
-                f"nothing is stored of {name}; the server knows {_listed(model_names(self._entries)) or 'no model'}: "
-                "check model_name, or let the engine run first"
-            )
-        if len(layouts) > 1:
-            listed = "; ".join(map(str, layouts))
-            raise ValueError(
-                f"pass layout=, one of the context's .layouts; the model is stored as {listed}"
-            )
-        chosen = layouts[0]
-        if not chosen.missing_ranks and not chosen.tiled:
-            raise ValueError(
-                f"the heads that the ranks say they hold do not make up the whole model: {chosen}"
-            )
-        return chosen
+    def _candidates(self, asked: Asked) -> tuple[StoredLayout, ...]:
+        """The layouts that may be read for a question: the given one, those that have its layers, or the widest."""
+        if asked.layout is not None:
+            candidates: tuple[StoredLayout, ...] = (asked.layout,)
+        else:
+            candidates = self.layouts_of(asked.feature)
+            if not candidates:
+                raise self._nothing_of(asked.feature)
+            if asked.layers is None:
+                candidates = (_widest(candidates),)
+        having = tuple(one for one in candidates if asked.is_in(one))
+        if not having:
+            listed = "; ".join(f"{one}, layers {list(one.layer_ids)}" for one in candidates)
+            raise ValueError(f"no layout has all of the layers {asked.layers}: {listed}")
+        for one in having:
+            _check_tiled(one)
+        return having
+
+    def _nothing_of(self, feature: str) -> ValueError:
+        what = "" if feature == FEATURE else f" with {feature}"
+        known = ", ".join(base_names(self._entries)) or "no model"
+        return ValueError(
+            f"nothing is stored of {self._asked_model or 'any model'}{what}; the server knows {known}: "
+            "check model_name and feature, or let the engine run first"
+        )
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -173,13 +192,16 @@ class QCacheContext:
         cache_salt: str = "",
         lora: Lora = None,
         mm: Sequence[Item] = (),
+        feature: str = FEATURE,
+        layers: Sequence[int] | None = None,
         layout: StoredLayout | None = None,
     ) -> Lookup:
         """How much of a sequence is stored, without reading it. Arguments and errors as `retrieve`."""
         ids, identity = token_list(token_ids), identity_of(lora, mm)
+        asked = Asked.of(feature, layers, layout)
 
         def look_up() -> Lookup:
-            wanted = self._wanted(ids, cache_salt, identity, layout)
+            wanted = self._wanted(ids, cache_salt, identity, asked)
             found = find(self._session, wanted)
             return Lookup(found.num_tokens, found.missing)
 
@@ -192,10 +214,12 @@ class QCacheContext:
         cache_salt: str = "",
         lora: Lora = None,
         mm: Sequence[Item] = (),
+        feature: str = FEATURE,
+        layers: Sequence[int] | None = None,
         layout: StoredLayout | None = None,
         out: torch.Tensor | None = None,
     ) -> Retrieval:
-        """The queries of the longest stored prefix of a sequence.
+        """The queries, or another feature, of the longest stored prefix of a sequence.
 
         Args:
             token_ids: list or tuple of ints, or a 1-D integer numpy array or torch tensor.
@@ -204,7 +228,11 @@ class QCacheContext:
                 as the engine has them, where the adapter's files could not be read beside the engine.
             mm: multimodal items, as (identifier, offset of its first placeholder token) or `ItemIdentity`; prompt
                 embeddings, by `embeds_item`. `identities` tells what there is.
-            layout: where the model is stored in several, one of `layouts`.
+            feature: "query", "key", "value", "attention_output", or its whole name.
+            layers: global indices of the layers to read, in the order of the result; None: all that the layout has.
+                Where several layouts have them, the one is read that holds the longest prefix.
+            layout: where the model is stored in several, one of `layouts_of(feature)`. None: the one with the most
+                layers. A result comes out of one layout, always.
             out: contiguous CPU tensor `[layers, enough tokens, heads, head_dim]` to read into; what lies behind the
                 result's `num_tokens` is left in any state.
 
@@ -214,11 +242,12 @@ class QCacheContext:
             RequestError: it refuses; lifeline_required when its memory is not reachable from here.
         """
         ids, identity = token_list(token_ids), identity_of(lora, mm)
+        asked = Asked.of(feature, layers, layout)
         return self._session.run(
-            lambda: self._read(self._wanted(ids, cache_salt, identity, layout), out)
+            lambda: self._read(self._wanted(ids, cache_salt, identity, asked), out)
         )
 
-    def identities(self, token_ids: Any) -> Identities:
+    def identities(self, token_ids: Any, *, feature: str = FEATURE) -> Identities:
         """What is stored for the same token ids, whatever salt, LoRA adapter, multimodal items or embeddings it has.
 
         Each can be retrieved: `retrieve(token_ids, **one.arguments)`. Not listed is what was stored without its tokens,
@@ -231,38 +260,54 @@ class QCacheContext:
         ids = token_list(token_ids)
 
         def listed() -> Identities:
-            layouts = self.layouts or (self._layout(None),)
+            layouts = self.layouts_of(feature)
+            if not layouts:
+                raise self._nothing_of(feature)
             return list_identities(
                 self._session,
                 ids,
                 layouts,
-                lambda salt, identity, layout: self._wanted(ids, salt, identity, layout),
+                lambda salt, identity, layout: self._wanted(
+                    ids, salt, identity, Asked(layout.feature, None, layout)
+                ),
             )
 
         return self._session.run(listed)
 
     def _wanted(
-        self,
-        ids: Sequence[int],
-        cache_salt: str,
-        identity: Identity,
-        layout: StoredLayout | None,
+        self, ids: Sequence[int], cache_salt: str, identity: Identity, asked: Asked
     ) -> Wanted:
         """Inside `run`, behind a renewal: another server may have another chunk size."""
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARS:
             raise ValueError(f"cache_salt is a text of at most {MAX_SALT_CHARS} characters")
-        chosen = self._layout(layout)
-        chunk_size = chosen.chunk_size or self._session.connection.hello.chunk_size
+        ways = [
+            self._wanted_in(layout, ids, cache_salt, identity, asked.layers)
+            for layout in self._candidates(asked)
+        ]
+        if len(ways) == 1:
+            return ways[0]
+        return max(ways, key=lambda wanted: find(self._session, wanted).num_tokens)
+
+    def _wanted_in(
+        self,
+        layout: StoredLayout,
+        ids: Sequence[int],
+        cache_salt: str,
+        identity: Identity,
+        layers: tuple[int, ...] | None,
+    ) -> Wanted:
+        chunk_size = layout.chunk_size or self._session.connection.hello.chunk_size
         chain = HashChain(chunk_size, identity)
         chain.extend(ids)
         return Wanted(
-            chosen,
+            layout,
             chunk_size,
             cache_salt,
             chain.root,
             tuple(chain.hashes),
             tuple(ids),
             identity.items,
+            layers,
         )
 
     def _read(self, wanted: Wanted, out: torch.Tensor | None) -> Retrieval:
@@ -293,8 +338,8 @@ def _target(wanted: Wanted, found: Found, out: torch.Tensor | None) -> torch.Ten
     from lmcache_qclient.qcache import tensors
 
     if out is None:
-        return tensors.empty(wanted.layout, found.num_tokens)
-    tensors.check_out(out, wanted.layout, found.num_tokens)
+        return tensors.empty(wanted.layout, len(wanted.layer_ids), found.num_tokens)
+    tensors.check_out(out, wanted.layout, len(wanted.layer_ids), found.num_tokens)
     return out
 
 
@@ -306,15 +351,30 @@ def _retrieval(
         tensor=front if out is not None else front.contiguous(),
         num_tokens=found.num_tokens,
         missing=found.missing,
-        layer_ids=wanted.layout.layer_ids,
+        layer_ids=wanted.layer_ids,
+        nonfinite=found.nonfinite,
+        layout=wanted.layout,
     )
 
 
-def _key_model_name(model_name: str) -> str:
-    if model_name.endswith(FEATURE_SUFFIX[FEATURE]):
-        return model_name
-    return feature_model_name(model_name, FEATURE)
+def _widest(layouts: Sequence[StoredLayout]) -> StoredLayout:
+    """The layout with the most layers.
+
+    Raises:
+        ValueError: several have as many.
+    """
+    most = max(len(layout.layer_ids) for layout in layouts)
+    widest = [layout for layout in layouts if len(layout.layer_ids) == most]
+    if len(widest) > 1:
+        listed = "; ".join(map(str, widest))
+        raise ValueError(
+            f"pass layout=, one of the context's layouts; the model is stored as {listed}"
+        )
+    return widest[0]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name.removesuffix(FEATURE_SUFFIX[FEATURE]) for name in names)
+def _check_tiled(layout: StoredLayout) -> None:
+    if not layout.missing_ranks and not layout.tiled:
+        raise ValueError(
+            f"the heads that the ranks say they hold do not make up the whole model: {layout}"
+        )

@@ -22,7 +22,6 @@ from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.link.requests import ReplyFuture
 from lmcache_qclient.qcache.copies import copy_all
 from lmcache_qclient.qcache.source import ChunkRead
-from lmcache_qclient.qcache.stitch import row_copies
 from lmcache_qprotocol.errors import ErrorCode, ProtocolError
 from lmcache_qprotocol.operations import FETCH_Q
 
@@ -111,4 +110,4 @@ class Fetched:
 
     def _finish(self, read: ChunkRead, threads: int) -> None:
         chunk_bytes = self._buffer[: read.chunk.nbytes]
-        copy_all([*row_copies(chunk_bytes, read.chunk, read.rows, read.target)], threads)
+        copy_all(read.copies(chunk_bytes), threads)

@@ -10,13 +10,14 @@ The release is sent, and nobody waits for its answer: see `Session.still_leased`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_qclient.qcache.catalog import RankPart
 from lmcache_qclient.qcache.reading import (
     Batch,
     Found,
     Wanted,
+    any_nonfinite,
     batch_size,
     copy_leading,
     found_behind_hashes,
@@ -62,7 +63,8 @@ def lease(session: Session, wanted: Wanted) -> Leased | None:
         give_back(session, replies)
         raise
     found = found_behind_hashes(wanted, [(part, reply.missing) for part, _, reply in replies])
-    return Leased(found, tuple(replies), asked_at)
+    flagged = any(any_nonfinite(reply) for _, _, reply in replies)
+    return Leased(replace(found, nonfinite=flagged), tuple(replies), asked_at)
 
 
 def read(session: Session, wanted: Wanted, leased: Leased, target: Bits, threads: int) -> bool:

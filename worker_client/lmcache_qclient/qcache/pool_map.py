@@ -12,7 +12,6 @@ import numpy.typing as npt
 from lmcache_qclient.link.lifeline import LifelineClient
 from lmcache_qclient.qcache.copies import Copy, copy_all
 from lmcache_qclient.qcache.source import ChunkRead
-from lmcache_qclient.qcache.stitch import row_copies
 
 MADV_POPULATE_READ = 22
 """Linux 5.14; the mmap module has no name for it."""
@@ -63,7 +62,7 @@ class PoolMap:
         for one in reads:
             begin, end = one.chunk.offset, one.chunk.offset + one.chunk.nbytes
             self.populate(begin, one.chunk.nbytes)
-            copies += row_copies(self.bytes()[begin:end], one.chunk, one.rows, one.target)
+            copies += one.copies(self.bytes()[begin:end])
         copy_all(copies, threads)
 
     def populate(self, offset: int, nbytes: int) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmcache_qclient.qcache.catalog import RankPart, StoredLayout
 from lmcache_qclient.qcache.retrieval import MissingChunk
@@ -47,6 +48,7 @@ class Wanted:
         hashes: one per whole chunk.
         token_ids: all of them; the last may be in a chunk that is not whole.
         items: of the whole sequence.
+        layers: global indices of the layers to read, in order, all of them in the layout; None: all that it has.
     """
 
     layout: StoredLayout
@@ -56,6 +58,29 @@ class Wanted:
     hashes: tuple[bytes, ...]
     token_ids: tuple[int, ...]
     items: tuple[ItemIdentity, ...] = ()
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global index of each row of the result's layer axis."""
+        return self.layout.layer_ids if self.layers is None else self.layers
+
+    def layer_runs(self, part: RankPart) -> list[tuple[int, int, int]]:
+        """What a rank has of the layers: (place in the result, place in the rank's chunks, number of neighbours)."""
+        first, end = part.layers
+        if self.layers is None:
+            return [(first, 0, end - first)]
+        place = {layer: index for index, layer in enumerate(part.layout.layer_ids)}
+        runs: list[tuple[int, int, int]] = []
+        for to, layer in enumerate(self.layers):
+            if layer not in place:
+                continue
+            last = runs[-1] if runs else (-1, -1, 0)
+            if (to, place[layer]) == (last[0] + last[2], last[1] + last[2]):
+                runs[-1] = last[0], last[1], last[2] + 1
+            else:
+                runs.append((to, place[layer], 1))
+        return runs
 
     @property
     def num_tokens(self) -> int:
@@ -100,11 +125,13 @@ class Found:
         num_tokens: tokens from the first without a gap.
         missing: all that is not there on some rank, in order.
         in_pieces: by rank, the chunks that are to be asked for by their tokens.
+        nonfinite: something that has been read holds NaN or Inf.
     """
 
     num_tokens: int
     missing: tuple[MissingChunk, ...]
     in_pieces: dict[int, frozenset[int]] = field(default_factory=dict, compare=False)
+    nonfinite: bool = field(default=False, compare=False)
 
 
 def find(session: Session, wanted: Wanted) -> Found:
@@ -201,13 +228,23 @@ def read(session: Session, wanted: Wanted, found: Found, target: Bits, threads: 
     """
     num_tokens = found.num_tokens
     vanished: list[MissingChunk] = []
+    nonfinite = False
     for part in wanted.layout.parts:
         in_pieces = found.in_pieces.get(part.rank, frozenset())
-        num_tokens, missing = _read_part(
-            session, wanted, part, num_tokens, in_pieces, target, threads
-        )
-        vanished += missing
-    return Found(num_tokens, _in_order([*found.missing, *vanished]), found.in_pieces)
+        of_part = _read_part(session, wanted, part, num_tokens, in_pieces, target, threads)
+        num_tokens = of_part.num_tokens
+        nonfinite = nonfinite or of_part.nonfinite
+        vanished += of_part.missing
+    missing = _in_order([*found.missing, *vanished])
+    return Found(num_tokens, missing, found.in_pieces, nonfinite)
+
+
+class _PartRead(NamedTuple):
+    """What was copied of one rank: how many tokens, what was not there any more, and whether some hold NaN or Inf."""
+
+    num_tokens: int
+    missing: list[MissingChunk]
+    nonfinite: bool
 
 
 def _read_part(
@@ -218,16 +255,13 @@ def _read_part(
     in_pieces: frozenset[int],
     target: Bits,
     threads: int,
-) -> tuple[int, list[MissingChunk]]:
-    """Copy the first `num_tokens` tokens of one rank.
-
-    Returns:
-        How many were copied, and what was not there any more.
-    """
-    done = 0
+) -> _PartRead:
+    """Copy the first `num_tokens` tokens of one rank."""
+    done, nonfinite = 0, False
     while done < num_tokens:
         batch = _next_batch(session, wanted, part, done, num_tokens, in_pieces)
         copied, reply = _read_batch(session, wanted, part, batch, target, threads)
+        nonfinite = nonfinite or any_nonfinite(reply)
         if copied >= batch.end:
             done = copied
             continue
@@ -242,14 +276,19 @@ def _read_part(
             if miss.start < num_tokens
         ]
         if any(miss.start <= copied for miss in vanished):
-            return copied, vanished
+            return _PartRead(copied, vanished, nonfinite)
         if copied <= done:
             raise RequestError(
                 ErrorCode.TOO_MANY_LEASES,
                 "the server leases no more to this client: use one context per reader, and read fewer at a time",
             )
         done = copied
-    return num_tokens, []
+    return _PartRead(num_tokens, [], nonfinite)
+
+
+def any_nonfinite(reply: RetrieveReply) -> bool:
+    """Whether something that was leased holds NaN or Inf."""
+    return any(chunk.nonfinite for chunk in reply.chunks)
 
 
 @dataclass(frozen=True)
@@ -332,7 +371,7 @@ def copy_leading(
     if not reply.chunks:
         return copied
     source = session.source()
-    mine = target[slice(*part.layers), :, slice(*part.heads)]
+    runs = wanted.layer_runs(part)
     for place, chunk in enumerate(reply.chunks):
         check_chunk(chunk, part.layout, wanted.chunk_size, source.nbytes)
         base = (batch.chunk + chunk.index) * wanted.chunk_size
@@ -342,7 +381,14 @@ def copy_leading(
             break
         if stop > copied:
             rows = copied - base, stop - base
-            reads.append(ChunkRead(place, chunk, rows, mine[:, copied:stop]))
+            parts = tuple(
+                (
+                    target[to : to + count, copied:stop, slice(*part.heads)],
+                    slice(stored, stored + count),
+                )
+                for to, stored, count in runs
+            )
+            reads.append(ChunkRead(place, chunk, rows, parts))
             copied = stop
     source.read(reply.lease_id, reads, threads)
     return copied

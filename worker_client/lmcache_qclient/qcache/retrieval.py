@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from lmcache_qprotocol.reasons import MissReason
 
 if TYPE_CHECKING:
     import torch
+
+    from lmcache_qclient.qcache.catalog import StoredLayout
 
 AXES = ("layer", "token", "head", "head_dim")
 
@@ -50,6 +54,9 @@ class Retrieval:
         missing: all that is not there, in order; some of it may lie before what is stored. Of a generated sequence the
             last token is always missing: the engine never computes its row.
         layer_ids: global layer index of each row of the layer axis.
+        nonfinite: one of the stored objects that this was read from holds NaN or Inf, as the engine computed it; look
+            for it with `tensor.isfinite()`. It may lie in rows or layers that were not asked for.
+        layout: how it is stored: feature, dtype, heads, ranks.
         axes: names of the tensor's axes.
     """
 
@@ -57,4 +64,15 @@ class Retrieval:
     num_tokens: int
     missing: tuple[MissingChunk, ...]
     layer_ids: tuple[int, ...]
+    nonfinite: bool = False
+    layout: StoredLayout | None = None
     axes: tuple[str, str, str, str] = AXES
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The tensor as a NumPy array over the same memory.
+
+        NumPy has no bfloat16 and no 8-bit floats: of these it is the bits, as unsigned integers of their size.
+        """
+        from lmcache_qclient.qcache.tensors import numpy_of
+
+        return numpy_of(self.tensor)

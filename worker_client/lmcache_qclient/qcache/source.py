@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_qclient.qcache.stitch import Bits
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_qclient.qcache.copies import Copy
+from lmcache_qclient.qcache.stitch import Bits, row_copies
 from lmcache_qprotocol.messages import StoredChunk
 
 
@@ -17,13 +21,22 @@ class ChunkRead:
     Attributes:
         place: the chunk's, among those of its lease.
         rows: rows [a, b) of the chunk, among those that it has.
-        target: `[layers, b - a, heads, head_dim]`, any strides; nobody else writes there.
+        targets: `[layers, b - a, heads, head_dim]`, any strides, and which of the chunk's layers go there; nobody else
+            writes there.
     """
 
     place: int
     chunk: StoredChunk
     rows: tuple[int, int]
-    target: Bits
+    targets: tuple[tuple[Bits, slice], ...]
+
+    def copies(self, chunk_bytes: npt.NDArray[np.uint8]) -> list[Copy]:
+        """What brings the rows from the chunk's bytes to their targets."""
+        return [
+            one
+            for target, layers in self.targets
+            for one in row_copies(chunk_bytes, self.chunk, self.rows, target, layers)
+        ]
 
 
 class Source(Protocol):

@@ -79,6 +79,7 @@ def row_copies(
     chunk: StoredChunk,
     rows: tuple[int, int],
     target: Bits,
+    stored_layers: slice = slice(None),
 ) -> Iterator[Copy]:
     """The copies that bring rows [a, b) of a checked chunk to the caller's tensor, one per block.
 
@@ -86,6 +87,7 @@ def row_copies(
         chunk_bytes: uint8 `[chunk.nbytes]`.
         rows: among `chunk.rows`, counted from the chunk's start as they are.
         target: `[layers, b - a, heads, head_dim]` of the same width of element; any strides.
+        stored_layers: those of the chunk that go there, as many as `target` has.
     """
     blocks, layers, block_size, _ = chunk.shape
     heads, head_dim = target.shape[2:]
@@ -98,6 +100,6 @@ def row_copies(
         count = min(end - row, block_size - offset)
         yield (
             target[:, row - rows[0] : row - rows[0] + count],
-            by_block[block - first_block, :, offset : offset + count],
+            by_block[block - first_block, stored_layers, offset : offset + count],
         )
         row += count

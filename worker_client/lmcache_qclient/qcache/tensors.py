@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lmcache_qclient.qcache.catalog import StoredLayout
@@ -30,9 +33,9 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def empty(layout: StoredLayout, num_tokens: int) -> torch.Tensor:
-    """An uninitialised tensor `[layers, num_tokens, heads, head_dim]`."""
-    shape = (len(layout.layer_ids), num_tokens, layout.num_heads, layout.head_dim)
+def empty(layout: StoredLayout, num_layers: int, num_tokens: int) -> torch.Tensor:
+    """An uninitialised tensor `[num_layers, num_tokens, heads, head_dim]`."""
+    shape = (num_layers, num_tokens, layout.num_heads, layout.head_dim)
     tensor = torch.empty(shape, dtype=torch_dtype(layout.dtype))
     _ask_for_huge_pages(tensor)
     return tensor
@@ -49,8 +52,8 @@ def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
 
 
-def check_out(out: torch.Tensor, layout: StoredLayout, num_tokens: int) -> None:
-    """Make sure that `num_tokens` tokens fit into the caller's tensor.
+def check_out(out: torch.Tensor, layout: StoredLayout, layers: int, num_tokens: int) -> None:
+    """Make sure that `num_tokens` tokens of `layers` layers fit into the caller's tensor.
 
     Raises:
         TypeError: it is no tensor.
@@ -58,7 +61,7 @@ def check_out(out: torch.Tensor, layout: StoredLayout, num_tokens: int) -> None:
     """
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch tensor, not a {type(out).__name__}")
-    layers, heads, head_dim = len(layout.layer_ids), layout.num_heads, layout.head_dim
+    heads, head_dim = layout.num_heads, layout.head_dim
     fits = out.dim() == 4 and (out.shape[0], *out.shape[2:]) == (layers, heads, head_dim)
     if not fits or out.shape[1] < num_tokens:
         raise ValueError(
@@ -72,6 +75,16 @@ def check_out(out: torch.Tensor, layout: StoredLayout, num_tokens: int) -> None:
         raise ValueError(
             "out must be a contiguous tensor on the CPU: copy it to where you need it afterwards"
         )
+
+
+def numpy_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The tensor's memory as NumPy sees it; the bits where NumPy lacks the type."""
+    try:
+        array: npt.NDArray[Any] = tensor.detach().numpy()
+    except TypeError:
+        bits = tensor.detach().view(_INTEGER[tensor.element_size()]).numpy()
+        array = bits.view(np.dtype(f"u{tensor.element_size()}"))
+    return array
 
 
 def bits_of(tensor: torch.Tensor, layout: StoredLayout) -> Bits:

@@ -24,15 +24,17 @@ from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.geometry import reference_group
 from lmcache_qclient.capture.step import StepMeta
+from lmcache_qclient.capture.tensor_kind import Tensors
 from lmcache_qclient.features.dispatcher import Dispatcher, init_dispatcher
-from lmcache_qclient.features.feature import Tensors
 from lmcache_qclient.features.idle_watch import IdleWatch
 from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.vllm.engine_names import instance_id
 from lmcache_qclient.vllm.guard import ScheduleGuard
 from lmcache_qclient.vllm.hook import Tap, wrap_layers
 from lmcache_qclient.vllm.neighbours import announce, neighbour
 from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.schedule import ScheduleTracker
+from lmcache_qclient.vllm.selection import Selection
 from lmcache_qclient.vllm.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class QServerMetadata(KVConnectorMetadata):
 
 
 class QServerConnector(KVConnectorBase_V1, SupportsHMA):
-    """Captures attention queries into lmcache-qserver; switched on by `lmcache.mp.transfer_intermediate_tensors`."""
+    """Captures tensors of attention into lmcache-qserver; switched on by `lmcache.mp.transfer_intermediate_tensors`."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -75,9 +77,20 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             group_index, block_size, _ = reference_group(kv_cache_config, vllm_config)
             self._tracker = ScheduleGuard(
-                ScheduleTracker(group_index, block_size or int(vllm_config.cache_config.block_size))
+                ScheduleTracker(
+                    group_index,
+                    block_size or int(vllm_config.cache_config.block_size),
+                    self._selection(),
+                )
             )
             announce(str(self._kv_transfer_config.engine_id), self._tracker)
+
+    def _selection(self) -> Selection:
+        layers, settings = self.settings.ring.layers, self.settings
+        count = int(self._config.model_config.get_total_num_hidden_layers())
+        if layers is not None:
+            layers.of(count)  # layers that the model does not have stop the start here, too
+        return Selection(settings.tokens, settings.sample, layers, count)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -96,14 +109,15 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if not self.settings.features:
             return
         self._dispatcher = init_dispatcher(
-            self.settings.features, self._connect(), self.settings.ring
+            self.settings.features, self._connect, self.settings.ring
         )
         names = self._dispatcher.register(kv_caches, self._cache_config, self._config)
         self._reference_layer = self._dispatcher.reference_layer()
         wrap_layers(self._config.compilation_config.static_forward_context, names, self._tap)
         self._idle = IdleWatch(self._work_idle)
 
-    def _connect(self) -> QRingBufferAdapter:
+    def _connect(self, feature: str) -> QRingBufferAdapter:
+        """One feature's way to the server: a connection, an instance and an account of its own."""
         parallel = self._config.parallel_config
         world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = parallel.rank % world_size
@@ -115,7 +129,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return QRingBufferAdapter(
             connection,
-            instance_id=f"{self._kv_transfer_config.engine_id}-{rank}",
+            instance_id=instance_id(str(self._kv_transfer_config.engine_id), rank, feature),
             model_name=self._config.model_config.model,
             world_size=world_size,
             rank=rank,
@@ -132,6 +146,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         slots = mapping.get(self._reference_layer) if isinstance(mapping, dict) else None
         self._dispatcher.save_kv_layer(layer_name, tensors, slots)
         self._tap.sink = self._dispatcher.layer_sink()
+        self._tap.output_sink = self._dispatcher.output_sink()
 
     def has_connector_metadata(self) -> bool:
         """False: vLLM asks before every layer whether KV is to be loaded or saved, and then makes two more calls."""
@@ -145,13 +160,13 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle is not None:
             self._idle.step_begins()
         self._last_step = connector_metadata.step
-        self._tap.sink = self._on_first_layer
+        self._tap.sink, self._tap.output_sink = self._on_first_layer, None
         self._dispatcher.begin_step(connector_metadata.step)
 
     def clear_connector_metadata(self) -> None:
         """A step has ended."""
         super().clear_connector_metadata()
-        self._tap.sink = None
+        self._tap.sink = self._tap.output_sink = None
         if self._idle is not None:
             self._idle.step_ended()
 

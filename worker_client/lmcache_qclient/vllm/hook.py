@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lmcache_qclient.capture.tensor_kind import LayerSink
+
 logger = logging.getLogger(__name__)
 
 
@@ -21,18 +23,22 @@ class Tap:
     """Where the hooks of all layers hand what they see.
 
     Attributes:
-        sink: takes a layer's name and its tensors, "q" `[rows, heads, head_dim]`; what it raises is logged and goes no
-            further. None: nobody wants any.
+        sink: takes a layer's name and its tensors before its attention, "q", "k", "v" `[rows, heads, head_dim]` (no "k"
+            and "v" where the layer uses another layer's). None: nobody wants any.
+        output_sink: the same behind its attention: "o" `[rows, heads, head_dim of values]`.
+
+    What they raise is logged and goes no further.
     """
 
-    __slots__ = ("sink",)
+    __slots__ = ("output_sink", "sink")
 
     def __init__(self) -> None:
-        self.sink: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None
+        self.sink: LayerSink | None = None
+        self.output_sink: LayerSink | None = None
 
 
 def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], tap: Tap) -> None:
-    """Hand each layer's query to the tap, before its attention.
+    """Hand each layer's tensors to the tap, before and behind its attention.
 
     Args:
         layers: vLLM's `static_forward_context`.
@@ -55,6 +61,15 @@ def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], tap: Tap) -> No
 def _wrapped(name: str, forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
     failed: list[str] = []
 
+    def hand(sink: LayerSink, tensors: Mapping[str, torch.Tensor]) -> None:
+        try:
+            sink(name, tensors)
+        except Exception:
+            # The engine would die of it. Without this layer the step is counted as layer_missing.
+            if not failed:
+                failed.append(name)
+                logger.exception("the hook of %s failed (logged once a layer)", name)
+
     def capturing_forward(
         layer: Any,
         query: torch.Tensor,
@@ -66,13 +81,13 @@ def _wrapped(name: str, forward: Callable[..., Any], tap: Tap) -> Callable[..., 
         **kwargs: Any,
     ) -> Any:
         if tap.sink is not None and attn_metadata is not None:
-            try:
-                tap.sink(name, {"q": query})
-            except Exception:
-                # The engine would die of it. Without this layer the step is counted as layer_missing.
-                if not failed:
-                    failed.append(name)
-                    logger.exception("the query hook of %s failed (logged once a layer)", name)
-        return forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+            # Before attention: what makes a backend change its arguments in place is its own affair.
+            seen = {"q": query} if key is None else {"q": query, "k": key, "v": value}
+            hand(tap.sink, seen)
+        made = forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        if tap.output_sink is not None and attn_metadata is not None:
+            # A backend writes where it is told to, and as a rule returns that as well.
+            hand(tap.output_sink, {"o": kwargs.get("output", made)})
+        return made
 
     return capturing_forward

@@ -20,6 +20,7 @@ from typing import Any
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.vllm.adapters import Adapters
 from lmcache_qclient.vllm.identity import request_identity
+from lmcache_qclient.vllm.selection import Selection
 from lmcache_qprotocol.identity import PLAIN, Identity
 from lmcache_qprotocol.reasons import LossReason
 
@@ -39,9 +40,13 @@ class ScheduleTracker:
     Args:
         group_index: the cache group whose block ids attribute rows.
         block_size: tokens per block of that group.
+        selection: which requests and tokens are captured; None for all.
     """
 
-    def __init__(self, group_index: int, block_size: int) -> None:
+    def __init__(
+        self, group_index: int, block_size: int, selection: Selection | None = None
+    ) -> None:
+        self._selection = selection or Selection()
         self.group_index = group_index
         self.block_size = block_size
         self._requests: dict[str, _Tracked] = {}
@@ -127,7 +132,9 @@ class ScheduleTracker:
         last_block = (start + count - 1) // self.block_size
         first = not tracked.announced
         tracked.announced = True
-        identity, skip = self._identity(tracked.request) if first else (PLAIN, None)
+        identity, skip, positions = PLAIN, None, None  # type: tuple[Identity, LossReason | None, Any]
+        if first:
+            identity, skip, positions = self._first_seen(tracked.request)
         sent, tokens = _tokens_from(tracked)
         return RequestStep(
             request_id=request_id,
@@ -142,7 +149,18 @@ class ScheduleTracker:
             identity=identity,
             skip=skip,
             tokens_from=sent,
+            selected=positions,
         )
+
+    def _first_seen(
+        self, request: Any
+    ) -> tuple[Identity, LossReason | None, tuple[int, int] | None]:
+        """Identity, why nothing of it is captured (if so), and the positions that are (None: all)."""
+        identity, skip = self._identity(request)
+        choice = self._selection.of(request)
+        if skip is None and not choice.captured:
+            return PLAIN, LossReason.NOT_SELECTED, None
+        return identity, skip, choice.positions
 
     def _identity(self, request: Any) -> tuple[Identity, LossReason | None]:
         """What besides token ids the request's tensors depend on, and why it can't be captured, if so."""

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_qclient.capture.layer_selection import LayerSelection, parse_layers
 from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
-from lmcache_qclient.features.registry import TRANSFER_QUERY
+from lmcache_qclient.features.query import FEATURE as QUERY
+from lmcache_qclient.features.registry import FEATURE_REGISTRY
 from lmcache_qclient.link.connection import AUTO, TRANSPORTS
+from lmcache_qclient.vllm.selection import check_tokens
 
 TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
 PREFIX = "lmcache.q."
@@ -23,6 +26,9 @@ KNOWN: dict[str, str] = {
     "lmcache.q.full_wait_s": "with on_full=wait: most seconds that one step waits (0.1)",
     "lmcache.q.tails": "store chunks that were not computed whole, as pieces (true)",
     "lmcache.q.transport": "how bytes go: shm, inline, or auto: shm where the server's Unix socket is reachable (auto)",
+    "lmcache.q.layers": 'layers to capture: "0,5,-1", a range "4-7", a slice "::2" (all)',
+    "lmcache.q.tokens": "which tokens to capture: prompt, decode or all (all)",
+    "lmcache.q.sample": "share of the requests to capture, 0 to 1, by a hash of the request id (1)",
     "lmcache.q.connect_timeout_s": "seconds to wait for the server at start (10)",
     "lmcache.q.heartbeat_s": "seconds between two pings (10)",
 }
@@ -36,7 +42,8 @@ class Settings:
     Attributes:
         features: requested features; empty when capture is off.
         server_url: ZeroMQ address.
-        ring: size of the ring, and whether pieces are stored.
+        ring: size of the ring, which layers, and whether pieces are stored.
+        tokens, sample: see `Selection`.
         connect_timeout_s, heartbeat_s: seconds.
         transport: one of `TRANSPORTS`.
     """
@@ -46,6 +53,8 @@ class Settings:
     ring: RingSettings = field(default_factory=RingSettings)
     connect_timeout_s: float = 10.0
     heartbeat_s: float = 10.0
+    tokens: str = "all"
+    sample: float = 1.0
     transport: str = AUTO
 
 
@@ -61,7 +70,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
     blocks = extra.get("lmcache.q.ring_blocks")
     defaults = Settings()
     return Settings(
-        features=(TRANSFER_QUERY,) if _flag(TRANSFER, extra.get(TRANSFER, False)) else (),
+        features=_features(extra.get(TRANSFER, False)),
         server_url=str(extra.get("lmcache.q.server_url", defaults.server_url)),
         ring=RingSettings(
             blocks=None if blocks is None else max(1, _integer("lmcache.q.ring_blocks", blocks)),
@@ -71,13 +80,48 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
             ),
             tails=_flag("lmcache.q.tails", extra.get("lmcache.q.tails", True)),
             wait_s=_full_wait_s(extra),
+            layers=_layers(extra.get("lmcache.q.layers")),
         ),
+        tokens=check_tokens("lmcache.q.tokens", extra.get("lmcache.q.tokens", defaults.tokens)),
+        sample=_share("lmcache.q.sample", extra.get("lmcache.q.sample", defaults.sample)),
         connect_timeout_s=_seconds(
             extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s
         ),
         heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
         transport=_transport(extra.get("lmcache.q.transport", defaults.transport)),
     )
+
+
+def _features(value: Any) -> tuple[str, ...]:
+    """true: queries; else names of features, as a list or between commas."""
+    if isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")):
+        return (QUERY.name,) if _flag(TRANSFER, value) else ()
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and names:
+        wanted = tuple(dict.fromkeys(str(name).strip() for name in names))
+        if all(name in FEATURE_REGISTRY for name in wanted):
+            return wanted
+    known = ", ".join(FEATURE_REGISTRY)
+    raise ValueError(f"{TRANSFER} is true or false, or a list of features ({known}), not {value!r}")
+
+
+def _layers(value: Any) -> LayerSelection | None:
+    if value is None or value == "all":
+        return None
+    try:
+        return parse_layers(value)
+    except ValueError as error:
+        raise ValueError(f"lmcache.q.layers: {error}") from None
+
+
+def _share(key: str, value: Any) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = math.nan
+    if isinstance(value, bool) or not 0 <= share <= 1:
+        raise ValueError(f"{key} is a share between 0 and 1, not {value!r}")
+    return share
 
 
 def _full_wait_s(extra: Mapping[str, Any]) -> float:
