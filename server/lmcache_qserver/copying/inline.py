@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_qserver.copying.checked_copy import Copied
 from lmcache_qserver.copying.checksum import checksum
 from lmcache_qserver.copying.chunk_copy import ChunkCopy, StampFault, check_stamps, clear_others
+from lmcache_qserver.copying.nonfinite import RowForm, nonfinite_rows
 from lmcache_qserver.copying.ring_geometry import RingGeometry
 
 WIRE_STAMP = np.dtype("<i8")
@@ -51,19 +53,20 @@ def copy_part(target: npt.NDArray[np.uint8], part: memoryview) -> None:
 
 
 def prove(
-    chunk: ChunkCopy, block_size: int, stamps: memoryview, with_checksum: bool
-) -> tuple[StampFault | None, bytes | None]:
+    chunk: ChunkCopy, block_size: int, stamps: memoryview, with_checksum: bool, form: RowForm
+) -> Copied:
     """Compare the stamps of a chunk whose rows are all there, and clear rows that are not its own.
 
     Args:
         chunk: its `block_ids` only say how many there are.
         stamps: one `WIRE_STAMP` per row.
         with_checksum: make the object's checksum, if its stamps are right.
-
-    Returns:
-        What is wrong, and the checksum.
+        form: of its rows.
     """
     clear_others(chunk, block_size)
     found = np.frombuffer(stamps, dtype=WIRE_STAMP).astype(np.int64, copy=False)
     fault = check_stamps(found, chunk.first_stamp, 0)
-    return fault, checksum(chunk.target) if with_checksum and fault is None else None
+    if fault is not None:
+        return Copied(fault)
+    made = checksum(chunk.target) if with_checksum else None
+    return Copied(None, (made,), (nonfinite_rows(chunk.target, form),))

@@ -380,7 +380,9 @@ class QStoreModule:
         self._stores.add(found.ended)
         found.ended.add_done_callback(self._stores.discard)
         found.ended.add_done_callback(
-            lambda ended: self._tell_end(instance, store, ended.result(), began)
+            lambda ended: self._tell_end(
+                instance, store, ended.result(), began, (found.nonfinite,) * bool(found.nonfinite)
+            )
         )
         return UploadReply(upload_id=found.upload_id, nbytes=found.nbytes)
 

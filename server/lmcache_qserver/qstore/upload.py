@@ -34,6 +34,7 @@ class Upload:
         target: the slot's bytes, uint8 `[nbytes]`, writable.
         received: bytes that have come; they are in the lane, or copied.
         sealing: the stamps have come; it ends by itself.
+        nonfinite: rows of the stored object that hold NaN or Inf.
         jobs: copies that are not over.
         ended: done with what became of it.
     """
@@ -49,6 +50,7 @@ class Upload:
     ended: asyncio.Future[StoreOutcome]
     received: int = 0
     sealing: bool = False
+    nonfinite: int = 0
     jobs: set[Job[Any]] = field(default_factory=set)
 
     @property

@@ -16,6 +16,7 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import StoreOutcome
 from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying.inline import copy_part, prove
+from lmcache_qserver.copying.nonfinite import RowForm
 from lmcache_qserver.qstore.index import Index, Write
 from lmcache_qserver.qstore.instance import Instance, InstanceState
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
@@ -136,6 +137,7 @@ class Uploads:
 
     async def seal(self, upload: Upload, stamps: memoryview, now: float) -> StoreOutcome:
         """Prove and commit, or fail; raises nothing but CancelledError."""
+        layout = upload.store.description.layout
         try:
             job = upload.instance.lane.submit(
                 prove,
@@ -143,15 +145,17 @@ class Uploads:
                 upload.store.description.block_size,
                 stamps,
                 self._inline_checksums,
+                RowForm(layout.dtype, layout.row_bytes),
                 timeout_s=self._copy_timeout_s,
             )
             upload.watch(job)
-            fault, checksum = await job.outcome
+            copied = await job.outcome
         except BaseException as error:
             self._fail(upload, LossReason.COPY_FAILED, f"the copy failed: {error}")
             if not isinstance(error, Exception):
                 raise
             return upload.ended.result()
+        fault = copied.fault
         if fault is not None:
             message = (
                 f"the row of position {upload.planned.start + fault.row} has stamp {fault.found} instead of "
@@ -170,7 +174,8 @@ class Uploads:
                 store.content,
                 store.claimed,
             )
-            stored.checksum = checksum
+            stored.checksum, stored.nonfinite = copied.checksums[0], copied.nonfinite[0]
+            upload.nonfinite = stored.nonfinite
             self._on_stored(stored)
             self._end(upload, StoreOutcome(stored=1))
         return upload.ended.result()
