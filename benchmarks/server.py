@@ -21,6 +21,8 @@ from lmcache_qserver.testing.daemon import running_daemon
 
 SIZES_MIB = (16, 64)
 ROUNDS = 20
+INLINE_ROUNDS = 8
+INLINE_FIGURES = ("store_vs_memcpy", "retrieve_vs_memcpy")
 VARIANTS: dict[str, dict[str, Any]] = {
     "inline_checksum": {"checksum": "inline"},
     "one_thread": {"copy_threads": 1},
@@ -39,6 +41,10 @@ def figures(rounds: int) -> Figures:
             for name, value in store_and_retrieve.measure(server, size, rounds).items():
                 found.setdefault(name, {})[f"{size}MiB"] = value
             found[f"two_instances_{size}MiB"] = two_instances.measure(server, size, 7)
+            print(f"inline, {size} MiB ...", flush=True)
+            inline = store_and_retrieve.measure(server, size, INLINE_ROUNDS, "inline")
+            for name in INLINE_FIGURES:
+                found.setdefault(f"inline_{name}", {})[f"{size}MiB"] = inline[name]
         print("round trip ...", flush=True)
         found["rtt_vs_raw"] = round_trip.measure(server)
         print("loop lag ...", flush=True)

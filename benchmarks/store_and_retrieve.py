@@ -13,7 +13,8 @@ A prompt here has four chunks, of 16 or 64 MiB each.
     ... first       of one chunk, into `out=`, from pool pages that this process has not read before
 
 The copy that all are held against runs in one thread, from one warm buffer to another, over changing places, too, once
-per chunk. The daemon uses as many threads as it is told, the SDK may use two.
+per chunk. The daemon uses as many threads as it is told, the SDK may use two. `inline_` figures are of the same prompts
+with all bytes in messages.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.worker import (
     prompt,
     worker,
 )
+from lmcache_qclient.link.connection import AUTO
 from lmcache_qclient.qcache import QCacheContext, connect
 from lmcache_qserver.testing.daemon import RunningDaemon
 
@@ -62,13 +64,19 @@ class PlainCopy:
             self(place)
 
 
-def measure(server: RunningDaemon, chunk_mib: int, rounds: int) -> dict[str, float]:
-    """Ratios for chunks of `chunk_mib` MiB, and the milliseconds of a duplicate."""
+def measure(
+    server: RunningDaemon, chunk_mib: int, rounds: int, transport: str = AUTO
+) -> dict[str, float]:
+    """Ratios for chunks of `chunk_mib` MiB, and the milliseconds of a duplicate.
+
+    Args:
+        transport: of worker and reader.
+    """
     copy = PlainCopy(chunk_mib * MIB)
-    name = f"bench-{chunk_mib}"
-    with worker(server.url, chunk_mib, name) as ours:
+    name = f"bench-{chunk_mib}-{transport}"
+    with worker(server.url, chunk_mib, name, transport) as ours:
         figures = _store(ours, copy, rounds)
-        with connect(server.url, server.http_url, name) as cache:
+        with connect(server.url, server.http_url, name, transport=transport) as cache:
             figures |= _retrieve(cache, layout_of(chunk_mib).num_heads, copy, rounds)
     return figures
 

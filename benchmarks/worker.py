@@ -12,7 +12,7 @@ from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.ring import QRingBuffer
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import AUTO, Connection
 from lmcache_qprotocol.hashing import chunk_hashes
 from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.stamps import first_stamp
@@ -85,13 +85,13 @@ def layout_of(chunk_mib: int) -> Layout:
 
 
 @contextmanager
-def worker(url: str, chunk_mib: int, name: str) -> Iterator[Worker]:
+def worker(url: str, chunk_mib: int, name: str, transport: str = AUTO) -> Iterator[Worker]:
     """A worker whose chunks have `chunk_mib` MiB; `name` is that of its instance and of its model."""
     layout = layout_of(chunk_mib)
     ring = QRingBuffer(LAYERS, PLACES * CHUNK // BLOCK, BLOCK, layout.hidden_dim, torch.bfloat16)
     ring.flat.copy_(torch.randint(0, 100, (1, layout.hidden_dim)))
     adapter = QRingBufferAdapter(
-        Connection.open(url, client="benchmark"),
+        Connection.open(url, client="benchmark", transport=transport),
         instance_id=name,
         model_name=name,
         world_size=1,

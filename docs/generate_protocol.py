@@ -87,6 +87,7 @@ _WORDS: dict[type, Callable[[Any], str]] = {
     mi.StrType: lambda info: "str" + _size_words(info),
     mi.BytesType: lambda info: "bin" + _size_words(info),
     mi.RawType: lambda info: "anything",
+    mi.MemoryViewType: lambda info: "bulk",
     mi.ExtType: lambda info: "ext",
     mi.LiteralType: lambda info: " or ".join(f"`{value}`" for value in info.values),
     mi.EnumType: lambda info: info.cls.__name__,

@@ -4,8 +4,8 @@
     reply     [uid, op, result?]             to a client that has not said hello; absent means None
     reply     [uid, op, result, ReplyMeta]   to a client that has; nil for None and for errors
 
-Every frame is one msgpack value. Whatever bytes come in, decoding gives a message or raises
-ProtocolError.
+Every frame is one msgpack value, but for bulk frames, which are plain bytes (operations.py).
+Whatever bytes come in, decoding gives a message or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from lmcache_qprotocol.errors import ErrorCode, ProtocolError, RequestError
 from lmcache_qprotocol.limits import MAX_FRAMES, MAX_UID_BYTES
 from lmcache_qprotocol.messages import ReplyMeta, StoreResult
-from lmcache_qprotocol.operations import BY_WIRE, Operation
+from lmcache_qprotocol.operations import BY_WIRE, OPERATIONS, Operation
 
 Frame = bytes | memoryview
 NIL = b"\xc0"
@@ -32,6 +32,11 @@ _meta = msgspec.msgpack.Decoder(ReplyMeta)
 
 encode = _encoder.encode
 """One value to one frame."""
+
+BULK_REQUESTS = frozenset(encode(op.name) for op in OPERATIONS if op.has_bulk_payload)
+"""Operation frames of requests that bring a bulk frame, for who wants to receive that without a copy."""
+BULK_REPLIES = frozenset(encode(op.name) for op in OPERATIONS if op.has_bulk_result)
+"""The same of replies."""
 
 _OPERATION_OF_FRAME: dict[bytes, Operation] = {encode(op): found for op, found in BY_WIRE.items()}
 """In the shortest encoding, which is what clients send; other encodings are decoded."""
@@ -57,7 +62,7 @@ class Reply(NamedTuple):
     meta: ReplyMeta | None
 
 
-def encode_request(uid: bytes, operation: Operation, payloads: Sequence[Any]) -> list[bytes]:
+def encode_request(uid: bytes, operation: Operation, payloads: Sequence[Any]) -> list[Frame]:
     """Frames of a request; operations that the peer knows travel by its integer.
 
     Args:
@@ -68,7 +73,11 @@ def encode_request(uid: bytes, operation: Operation, payloads: Sequence[Any]) ->
             f"{operation.name} takes {len(operation.payloads)} payloads, not {len(payloads)}"
         )
     op = operation.name if operation.legacy_id is None else operation.legacy_id
-    return [uid, encode(op), *map(encode, payloads)]
+    return [uid, encode(op), *map(_encode_frame, payloads)]
+
+
+def _encode_frame(value: Any) -> Frame:
+    return value if type(value) is memoryview else encode(value)
 
 
 def decode_uid(frames: Sequence[Frame]) -> tuple[bytes, bytes]:
@@ -157,17 +166,21 @@ def _decode_payload(operation: Operation, index: int, frame: Frame) -> Any:
 
 def encode_result(
     uid: bytes, op_frame: bytes, result: Any, meta: ReplyMeta | bytes | None
-) -> list[bytes]:
+) -> list[Frame]:
     """Frames of a successful reply.
 
     Args:
         meta: for a client that has said hello (the encoded frame will do), else None.
     """
     if meta is not None:
-        return [uid, op_frame, encode(result), meta if type(meta) is bytes else encode(meta)]
+        return [uid, op_frame, _encode_frame(result), _encoded(meta)]
     if isinstance(result, StoreResult):
         result = (result.event, result.ok)
-    return [uid, op_frame] if result is None else [uid, op_frame, encode(result)]
+    return [uid, op_frame] if result is None else [uid, op_frame, _encode_frame(result)]
+
+
+def _encoded(meta: ReplyMeta | bytes) -> bytes:
+    return meta if type(meta) is bytes else encode(meta)
 
 
 def encode_error(uid: bytes, op_frame: bytes, meta: ReplyMeta) -> list[bytes]:

@@ -37,6 +37,8 @@ class ErrorCode(str, Enum):
     """Fewer ring blocks than the token range needs, or ids outside the ring."""
     TOO_MANY_LEASES = "too_many_leases"
     UNKNOWN_LEASE = "unknown_lease"
+    UNKNOWN_UPLOAD = "unknown_upload"
+    """Never begun by this client, complete, or given up."""
     BUSY = "busy"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL = "internal"

@@ -28,6 +28,8 @@ MAX_OPAQUE = 1024
 """Entries of a map that nobody reads."""
 MAX_RECENT_REQUESTS = 32
 """Requests that one worker's report tells one by one."""
+MAX_BULK_BYTES = 16 * MIB
+"""One bulk frame."""
 MAX_POSITION = (1 << 31) - 1
 """A stamp holds a position in 31 bits."""
 
@@ -39,8 +41,14 @@ class Limits(msgspec.Struct, frozen=True):
         message_bytes: largest message, all its frames together; a larger frame costs the connection.
         chunks_per_request: most chunk hashes in one request.
         outstanding_requests: most unanswered requests of one client.
+        bulk_bytes: longest bulk frame, either way; 0: no bytes travel inline.
+        bulk_outstanding_bytes: most bytes of bulk answers that one client has asked for and not read yet.
+        upload_ms: an upload that is not complete so long after its begin is given up.
     """
 
     message_bytes: int = 16 * MIB
     chunks_per_request: int = MAX_CHUNKS
     outstanding_requests: int = 1024
+    bulk_bytes: int = 0
+    bulk_outstanding_bytes: int = 0
+    upload_ms: int = 0

@@ -63,6 +63,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     client: Name
     """For logs: program and version."""
     pid: Count = 0
+    former_session: Annotated[bytes, Meta(max_length=16)] = b""
+    """The session that this client had before, perhaps over another connection: it ends now."""
 
 
 class HelloReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +183,10 @@ class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
     Rows lie at byte 0 as `[num_blocks, num_layers, block_size, hidden_dim]`, num_layers and
     hidden_dim as in `layout`. Stamps (stamps.py) lie at `stamps_offset` as int64 `[num_blocks,
     block_size]`.
+
+    Attributes:
+        inline: the server can't reach the ring: its owner uploads what is to be stored. `ring_token`
+            and `stamps_offset` say nothing then.
     """
 
     layout: Layout
@@ -189,6 +195,7 @@ class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     ring_token: Token16
     stamps_offset: Count
+    inline: bool = False
 
 
 # --- storing --------------------------------------------------------------------------------------
@@ -297,6 +304,20 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
     event: Annotated[bytes, Meta(max_length=4096)]
     ok: bool
     outcome: StoreOutcome | None = None
+
+
+class UploadReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Result of `begin_upload_q`: either bytes are wanted, or the store is over.
+
+    Attributes:
+        upload_id: names the upload in its parts; 0: nothing is to be sent.
+        nbytes: how many bytes its parts must have together.
+        result: how the store ended, when nothing is to be sent.
+    """
+
+    upload_id: Count = 0
+    nbytes: Count = 0
+    result: StoreResult | None = None
 
 
 # --- finding --------------------------------------------------------------------------------------

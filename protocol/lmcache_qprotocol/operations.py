@@ -3,10 +3,14 @@
 An operation travels as its legacy integer or as its name. Payloads are frames of their own, in
 order; trailing ones may be optional. `result` is the type of the reply's third frame, which is
 absent for None.
+
+A payload or result of the type `memoryview` is a *bulk* frame: plain bytes, without msgpack around
+them, so that neither side copies them to wrap or unwrap them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +35,7 @@ from lmcache_qprotocol.messages import (
     RingDescription,
     StoreProof,
     StoreResult,
+    UploadReply,
     VerifyReply,
     WorkerReport,
 )
@@ -43,6 +48,7 @@ BlockGroups = Annotated[
 EventHandle = Annotated[bytes, Meta(max_length=4096)]
 Extensions = Annotated[tuple[msgspec.msgpack.Ext, ...], Meta(max_length=8192)]
 """Legacy tensor addresses, Ext code 1; a native client sends none."""
+UploadId = Annotated[int, Meta(ge=1, lt=1 << 62)]
 LeaseIds = Annotated[tuple[Count, ...], Meta(max_length=MAX_CHUNKS)]
 
 
@@ -68,8 +74,8 @@ class Operation:
     """
 
     __slots__ = (
+        "_decode_result",
         "_decoders",
-        "_result_decoder",
         "legacy_failure",
         "legacy_id",
         "name",
@@ -97,16 +103,30 @@ class Operation:
         self.result = result
         self.purpose = purpose
         self.legacy_failure = legacy_failure
-        self._decoders = tuple(msgspec.msgpack.Decoder(kind) for kind in payloads)
-        self._result_decoder = msgspec.msgpack.Decoder(result)
+        self._decoders = tuple(map(_decoder, payloads))
+        self._decode_result = _decoder(result)
+
+    @property
+    def has_bulk_payload(self) -> bool:
+        """A bulk frame travels with the request."""
+        return memoryview in self.payloads
+
+    @property
+    def has_bulk_result(self) -> bool:
+        """The result is a bulk frame."""
+        return self.result is memoryview
 
     def decode_payload(self, index: int, frame: bytes | memoryview) -> Any:
         """Raises `msgspec.MsgspecError` subclasses, which codec.py translates."""
-        return self._decoders[index].decode(frame)
+        return self._decoders[index](frame)
 
     def decode_result(self, frame: bytes | memoryview) -> Any:
         """Raises `msgspec.MsgspecError` subclasses, which codec.py translates."""
-        return self._result_decoder.decode(frame)
+        return self._decode_result(frame)
+
+
+def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
+    return memoryview if kind is memoryview else msgspec.msgpack.Decoder(kind).decode
 
 
 HELLO = Operation(
@@ -137,6 +157,27 @@ STORE_Q = Operation(
     optional=1,
     legacy_failure=StoreResult(b"", False),
 )
+BEGIN_UPLOAD_Q = Operation(
+    "begin_upload_q",
+    None,
+    (RangeKey, InstanceId, StoreProof),
+    UploadReply,
+    "Begins a store of one chunk (or piece) whose bytes come in parts.",
+)
+UPLOAD_PART_Q = Operation(
+    "upload_part_q",
+    None,
+    (UploadId, Count, memoryview),
+    None,
+    "Brings the next bytes of an upload.",
+)
+END_UPLOAD_Q = Operation(
+    "end_upload_q",
+    None,
+    (UploadId, memoryview),
+    StoreResult,
+    "Brings the stamps of an upload, which prove its rows; answered when it is stored, or refused.",
+)
 GET_CHUNK_SIZE = Operation("get_chunk_size", 21, (), Count, "Tokens per chunk.")
 PING = Operation(
     "ping",
@@ -163,7 +204,14 @@ RETRIEVE_Q = Operation(
     None,
     (ChunkQuery,),
     RetrieveReply,
-    "Leases the chunks that are there to a reader on this host.",
+    "Leases the chunks that are there to a reader.",
+)
+FETCH_Q = Operation(
+    "fetch_q",
+    None,
+    (Count, Count, Count, Count),
+    memoryview,
+    "Sends bytes of a leased chunk to a reader that can't map the pool.",
 )
 RELEASE_Q = Operation("release_q", None, (LeaseIds,), None, "Gives leases back.")
 IDENTITIES_Q = Operation(
@@ -186,12 +234,16 @@ OPERATIONS: tuple[Operation, ...] = (
     REGISTER_Q_CACHE,
     UNREGISTER_Q_CACHE,
     STORE_Q,
+    BEGIN_UPLOAD_Q,
+    UPLOAD_PART_Q,
+    END_UPLOAD_Q,
     GET_CHUNK_SIZE,
     PING,
     NOOP,
     GET_EXPERIMENTAL,
     LOOKUP_Q,
     RETRIEVE_Q,
+    FETCH_Q,
     RELEASE_Q,
     IDENTITIES_Q,
     VERIFY_Q,

@@ -144,6 +144,19 @@ class Config:
     lease_timeout_s: float = option(
         60.0, float, "seconds", "A reader's lease ends by itself after this time."
     )
+    allow_inline: bool = option(
+        True,
+        parse_flag,
+        "flag",
+        "Let clients that can't reach the lifeline store and read through the url, whoever they are; off: only the "
+        "lifeline's users, who are checked.",
+    )
+    upload_timeout_s: float = option(
+        60.0,
+        float,
+        "seconds",
+        "A store that comes through the url and is not complete after this time is given up.",
+    )
     max_message_bytes: int = option(
         16 * MIB, parse_size, "bytes", "Largest message that a client may send."
     )
@@ -186,7 +199,7 @@ class Config:
         _check_range("max_message_bytes", self.max_message_bytes, 64 * KIB, GIB)
         for name in ("reap_timeout_s", "registration_grace_s", "drain_timeout_s"):
             _check_range(name, getattr(self, name), 0.0, 1e9)
-        for name in ("copy_timeout_s", "lease_timeout_s"):
+        for name in ("copy_timeout_s", "lease_timeout_s", "upload_timeout_s"):
             _check_range(name, getattr(self, name), 0.001, 1e9)
         if self.allow_uid and min(self.allow_uid) < 0:
             raise ConfigError("allow_uid: user ids are not negative")

@@ -24,7 +24,7 @@ from typing import Literal, cast
 import uvloop
 
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
-from lmcache_qprotocol.limits import Limits
+from lmcache_qprotocol.limits import MAX_BULK_BYTES, Limits
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import Config, default_lifeline
 from lmcache_qserver.copying import Crew, RingMemory
@@ -39,6 +39,7 @@ from lmcache_qserver.log_fields import told
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.counts import WireCounts
 from lmcache_qserver.wire.dispatch import Dispatcher
@@ -50,8 +51,13 @@ log = logging.getLogger(__name__)
 
 FEATURES = tuple(FEATURE_SUFFIX)
 LEASE_SCAN_S = 5.0
+UPLOAD_SCAN_S = 1.0
 CLIENT_SCAN_S = 30.0
 MIN_REAP_SCAN_S = 0.05
+BULK_OUTSTANDING_BYTES = 4 * MAX_BULK_BYTES
+"""Of one client."""
+BULK_HEADER_BYTES = 4096
+"""More than all frames of a message beside its bulk frame have."""
 CLOSE_S = 5.0
 """How long closing waits for lanes when all stores have ended."""
 CUT_SHORT_CLOSE_S = 0.2
@@ -103,6 +109,7 @@ class Daemon:
             copy_timeout_s=config.copy_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
             inline_checksums=config.checksum == "inline",
+            upload_timeout_s=config.upload_timeout_s,
             clock=clock,
         )
         self._counts = WireCounts()
@@ -139,6 +146,9 @@ class Daemon:
             self._bus, self._state, self._counts, lambda: len(self._lifeline)
         )
         self._lag = LoopLag(self._loop, clock, lag.observe)
+        self._bulk = BulkAnswers(
+            self._loop, self._main_loop.send_bulk, cap_bytes=BULK_OUTSTANDING_BYTES
+        )
         self._http = HttpFace(self._state, registry)
 
     async def run(self) -> None:
@@ -154,6 +164,7 @@ class Daemon:
             self._lag.start()
             populating = asyncio.create_task(self._populate())
             self._every(LEASE_SCAN_S, self._expire_leases)
+            self._every(UPLOAD_SCAN_S, self._expire_uploads)
             self._every(CLIENT_SCAN_S, self._expire_clients)
             if self._config.reap_timeout_s > 0:
                 self._every(max(self._config.reap_timeout_s / 4, MIN_REAP_SCAN_S), self._reap)
@@ -183,7 +194,7 @@ class Daemon:
         ):
             state.url = self._main_loop.bind(config.zmq_endpoint)
         self._open_lifeline()
-        limits = Limits(message_bytes=config.max_message_bytes)
+        limits = _limits(config)
         handlers = Handlers(
             self._module,
             self._clients,
@@ -191,6 +202,7 @@ class Daemon:
             features=FEATURES,
             chunk_size=config.chunk_size,
             limits=limits,
+            bulk=self._bulk,
             lifeline=state.lifeline,
             clock=self._clock,
         )
@@ -199,6 +211,7 @@ class Daemon:
             self._clients,
             self._counts,
             self._main_loop.send,
+            self._bulk,
             boot_id=state.boot_id,
             limits=limits,
             clock=self._clock,
@@ -258,6 +271,9 @@ class Daemon:
 
     async def _expire_leases(self) -> None:
         self._module.expire_leases(self._clock())
+
+    async def _expire_uploads(self) -> None:
+        self._module.expire_uploads(self._clock())
 
     async def _expire_clients(self) -> None:
         self._clients.expire(self._clock())
@@ -321,6 +337,7 @@ class Daemon:
         if self._state.bound:
             await self._dispatcher.stop()
         self._main_loop.close()
+        self._bulk.close()
         self._lifeline.close()
         await self._http.close()
         for task in tuple(self._tasks):
@@ -332,6 +349,18 @@ class Daemon:
         self._crew.close()
         self._populating.stop()
         self._memory.close()
+
+
+def _limits(config: Config) -> Limits:
+    """What `hello` announces."""
+    if not config.allow_inline:
+        return Limits(message_bytes=config.max_message_bytes)
+    return Limits(
+        message_bytes=config.max_message_bytes,
+        bulk_bytes=min(MAX_BULK_BYTES, config.max_message_bytes) - BULK_HEADER_BYTES,
+        bulk_outstanding_bytes=BULK_OUTSTANDING_BYTES,
+        upload_ms=int(config.upload_timeout_s * 1000),
+    )
 
 
 @contextlib.contextmanager

@@ -64,6 +64,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: Annotated[str, Meta(description="as registered, without the feature's suffix")]
     world_size: Annotated[int, Meta(description="ranks")]
+    transport: Annotated[str, Meta(description="how its bytes come: `shm` or `inline`")]
     q_ring_layout: Annotated[RingLayoutReport, Meta(description="its ring, as registered")]
     ring: Annotated[
         RingUseReport, Meta(description="its ring's use; all 0 before its first report")
@@ -224,6 +225,17 @@ class LeasesReport(msgspec.Struct, frozen=True, kw_only=True):
     cap_bytes_per_client: Annotated[int, Meta(description="what one reader may hold")]
 
 
+class UploadsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Stores whose bytes come in messages."""
+
+    open: Annotated[int, Meta(description="uploads that are not over")]
+    bytes: Annotated[int, Meta(description="their objects' bytes, reserved in the pool")]
+    given_up: Annotated[
+        int, Meta(description="uploads since the start that ended before they were complete")
+    ]
+    cap_bytes_per_client: Annotated[int, Meta(description="what one client may reserve")]
+
+
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory: free + reserved + committed + leased = capacity, to the byte."""
 
@@ -266,6 +278,7 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     rings: Annotated[RingUseReport, Meta(description="rings of all registered workers")]
     checksums: Annotated[ChecksumsReport, Meta(description="checksums of objects")]
     leases: Annotated[LeasesReport, Meta(description="readers' leases")]
+    uploads: Annotated[UploadsReport, Meta(description="stores that come in messages")]
     pool: Annotated[PoolReport, Meta(description="host memory")]
     lanes: Annotated[LanesReport, Meta(description="copies that hang")]
     draining: Annotated[bool, Meta(description="no new stores and registrations are taken")]

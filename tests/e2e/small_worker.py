@@ -19,7 +19,7 @@ from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import AUTO, Connection
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from tests.worker_client.capture.fake_vllm import (
     FullAttentionSpec,
@@ -48,6 +48,7 @@ class SmallWorker:
     Args:
         layers: global numbers of the layers that it has.
         heads, head_dim: of its queries; `queries` has to give such.
+        transport: how its bytes go.
         features: what it captures; keys are the negative of queries, of the first head only.
     """
 
@@ -61,12 +62,13 @@ class SmallWorker:
         heads: int = HEADS,
         head_dim: int = HEAD_DIM,
         features: Sequence[str] = (QUERY.name,),
+        transport: str = AUTO,
     ) -> None:
         ways = [
             (
                 FEATURE_REGISTRY[feature],
                 QRingBufferAdapter(
-                    Connection.open(url, client="small worker"),
+                    Connection.open(url, client="small worker", transport=transport),
                     instance_id=_named(instance_id, feature),
                     model_name=MODEL,
                     world_size=1,

@@ -48,6 +48,7 @@ class Case:
         must_lose: reasons that must show, else the case did not happen.
         shared: tokens of a system prompt before each prompt.
         cached: tokens that the engine's prefix cache must have had for the last request.
+        must_say: what the engine's log must say.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     must_lose: tuple[str, ...] = ()
     shared: int = 0
     cached: int = 0
+    must_say: str = ""
 
 
 NGRAM = {
@@ -101,6 +103,14 @@ CASES = (
         max_tokens=40,
     ),
     Case("compiled", (((150, 1),),), {"enforce_eager": False}, max_tokens=30),
+    Case(
+        "bytes inline: the server's socket is out of reach",
+        (((300, 1), (129, 2)), ((300, 1),)),
+        {"max_num_batched_tokens": 128},
+        max_tokens=30,
+        more={"out_of_reach": True},
+        must_say="go inline",
+    ),
     Case("beside another connector", (((150, 1),), ((150, 1),)), more={"beside_another": True}),
 )
 
@@ -151,6 +161,8 @@ def test_every_way(case: Case, daemon: RunningDaemon, tmp_path: Path) -> None:
     more = dict(case.more)
     if "beside_another" in more:
         more["beside_another"] = str(tmp_path / "other")
+    if more.pop("out_of_reach", False):
+        Path(daemon.lifeline).rename(daemon.lifeline + ".away")
     llm = {"max_num_batched_tokens": 2048, "max_num_seqs": 8, "block_size": BLOCK, **case.llm}
     extra = {TRANSFER: True, "lmcache.q.server_url": daemon.url}
     the_job = job(
@@ -162,7 +174,8 @@ def test_every_way(case: Case, daemon: RunningDaemon, tmp_path: Path) -> None:
         max_tokens=case.max_tokens,
         **more,
     )
-    report, _ = run(the_job, **IN_PROCESS)
+    report, log = run(the_job, **IN_PROCESS)
+    assert case.must_say in log
     coverage = daemon.status()["coverage"]
     rows, worst = compared(daemon, report, "speculative_config" in case.llm)
     note(case, coverage, rows, worst)

@@ -14,6 +14,7 @@ from lmcache_qserver.events import EventBus
 from lmcache_qserver.pool import Pool, PoolMemory
 from lmcache_qserver.qstore import QStoreModule, checksums, lifecycle
 from lmcache_qserver.testing.bare_client import small_ring
+from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.counts import WireCounts
 from lmcache_qserver.wire.dispatch import Dispatcher
@@ -73,6 +74,9 @@ class Server:
         self.clients = Clients(self._gone)
         self._leaving: set[asyncio.Future[None]] = set()
         limits = Limits(message_bytes=1 << 16, outstanding_requests=4)
+        bulk = BulkAnswers(
+            asyncio.get_running_loop(), lambda identity, frames: None, cap_bytes=1 << 16
+        )
         handlers = Handlers(
             self.module,
             self.clients,
@@ -80,6 +84,7 @@ class Server:
             features=("transfer_query",),
             chunk_size=CHUNK_SIZE,
             limits=limits,
+            bulk=bulk,
             lifeline="",
             clock=lambda: self.now,
         )
@@ -87,7 +92,8 @@ class Server:
             handlers.table(),
             self.clients,
             self.counts,
-            lambda _, frames: self.answers.append(frames),
+            lambda _, frames: self.answers.append([*map(bytes, frames)]),
+            bulk,
             boot_id=bytes(16),
             limits=limits,
             clock=lambda: self.now,

@@ -122,6 +122,7 @@ _MAKERS: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
     mi.BoolType: lambda info: st.booleans(),
     mi.IntType: _of_int,
     mi.StrType: lambda info: st.text(**_length(info, 8)),
+    mi.MemoryViewType: lambda info: st.binary(max_size=40).map(memoryview),
     mi.BytesType: lambda info: st.binary(**_length(info, 8)),
     mi.RawType: lambda info: plain_values.map(lambda value: msgspec.Raw(pack(value))),
     mi.ExtType: lambda info: st.builds(

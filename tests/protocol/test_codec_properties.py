@@ -109,9 +109,9 @@ def decode_packet_or_refuse(data: bytes) -> None:
 
 
 @st.composite
-def mutations(draw: st.DrawFn, frames: list[bytes]) -> list[bytes]:
+def mutations(draw: st.DrawFn, valid: list[codec.Frame]) -> list[bytes]:
     """Frames of a valid message after one to three wounds."""
-    frames = list(frames)
+    frames = [bytes(frame) for frame in valid]
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(frames) - 1))
         data = frames[place]

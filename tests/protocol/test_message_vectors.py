@@ -156,8 +156,22 @@ HINTS = {
 CPU_SHM = msgspec.msgpack.Ext(1, b"\x81\xa4type\xa7cpu_shm")
 
 REQUESTS: dict[str, tuple[Any, ...]] = {
-    "hello": (m.Hello(protocol_version=1, client="lmcache_qclient 0.1.0", pid=4242),),
+    "hello": (
+        m.Hello(
+            protocol_version=1, client="lmcache_qclient 0.1.0", pid=4242, former_session=SESSION
+        ),
+    ),
     "register_q_cache native": (4242, (), MODEL, 2, "vllm", {}, (GROUP,), RING),
+    "register_q_cache native, inline": (
+        4242,
+        (),
+        MODEL,
+        2,
+        "vllm",
+        {},
+        (),
+        msgspec.structs.replace(RING, ring_token=bytes(16), stamps_offset=0, inline=True),
+    ),
     "register_q_cache legacy": ("uuid-1", (CPU_SHM,), MODEL, 1, "vllm", HINTS, (GROUP,)),
     "register_q_cache legacy, no hints, no groups": (-(1 << 63), (), "m", 1, "", None, ()),
     "unregister_q_cache native": (4242, REPORT),
@@ -185,6 +199,9 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
         ),
     ),
     "store_q legacy": (LEGACY_KEY, 4242, ((3, 4),), b"\xe0\xe1"),
+    "begin_upload_q": (PIECE_KEY, 4242, m.StoreProof(nonces=(3,))),
+    "upload_part_q": (12, 1 << 24, memoryview(bytes(range(7)))),
+    "end_upload_q": (12, memoryview(bytes.fromhex("03010000030000000401000003000000"))),
     "get_chunk_size native": (),
     "get_chunk_size legacy": (),
     "ping native": (4242, REPORT),
@@ -198,6 +215,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "get_experimental legacy": (),
     "lookup_q": (QUERY,),
     "retrieve_q": (QUERY,),
+    "fetch_q": (12, 1, 1 << 21, 4718592),
     "release_q": ((1, 12, 1 << 40),),
     "verify_q": (),
     "identities_q": (
@@ -218,7 +236,7 @@ REPLIES: dict[str, Any] = {
         session=SESSION,
         features=("transfer_query",),
         chunk_size=256,
-        limits=Limits(),
+        limits=Limits(bulk_bytes=16773120, bulk_outstanding_bytes=67108864, upload_ms=60000),
         lifeline="/run/lmcache-qserver/lifeline.sock",
     ),
     "register_q_cache native reply": None,
@@ -237,6 +255,12 @@ REPLIES: dict[str, Any] = {
     ),
     "store_q legacy reply": m.StoreResult(b"\xe0", True),
     "store_q legacy failure": m.StoreResult(b"", False),
+    "begin_upload_q reply": m.UploadReply(upload_id=12, nbytes=4718592),
+    "begin_upload_q reply, stored before": m.UploadReply(
+        result=m.StoreResult(b"", True, m.StoreOutcome(duplicate=1))
+    ),
+    "upload_part_q reply": None,
+    "end_upload_q reply": m.StoreResult(b"", True, m.StoreOutcome(stored=1)),
     "get_chunk_size native reply": 256,
     "get_chunk_size legacy reply": 256,
     "ping native reply": True,
@@ -256,6 +280,7 @@ REPLIES: dict[str, Any] = {
         tokens=17,
         lease_ms=60000,
     ),
+    "fetch_q reply": memoryview(bytes(range(7))),
     "release_q reply": None,
     "verify_q reply": m.VerifyReply(verified=300, made=1, corrupt=0, nbytes=1 << 40),
     "identities_q reply": m.IdentitiesReply(
@@ -286,8 +311,13 @@ def load() -> list[dict[str, Any]]:
 
 
 def packed(message: dict[str, Any]) -> list[str]:
-    """The frames of a message by the independent packer."""
-    return [pack(from_json(value)).hex() for value in message["plain"]]
+    """The frames of a message by the independent packer; a bulk frame is what it is."""
+    return [
+        value["$bulk"]
+        if isinstance(value, dict) and "$bulk" in value
+        else pack(from_json(value)).hex()
+        for value in message["plain"]
+    ]
 
 
 def of_kind(kind: str) -> list[Any]:

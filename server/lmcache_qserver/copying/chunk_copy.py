@@ -91,8 +91,9 @@ def copy_chunks(
     for index, chunk in enumerate(chunks):
         block_size = ring.stamps.shape[1]
         _copy_rows(ring.rows, chunk, block_size, crew)
-        _clear_others(chunk, block_size)
-        fault = _check_stamps(ring.stamps, chunk, index)
+        clear_others(chunk, block_size)
+        found = ring.stamps.take(chunk.block_ids, axis=0).reshape(-1)[chunk.skip :][: chunk.rows]
+        fault = check_stamps(found, chunk.first_stamp, index)
         if fault is not None:
             return fault
     return None
@@ -121,7 +122,7 @@ def _copy_rows(rows: npt.NDArray[np.uint8], chunk: ChunkCopy, block_size: int, c
     )
 
 
-def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
+def clear_others(chunk: ChunkCopy, block_size: int) -> None:
     """Zero the target's rows that are not the chunk's: they lie before it in the first block, behind it in the last."""
     if chunk.is_whole(block_size):
         return
@@ -132,15 +133,20 @@ def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
         blocks[-1, :, behind:] = 0
 
 
-def _check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -> StampFault | None:
-    found = stamps.take(chunk.block_ids, axis=0).reshape(-1)[chunk.skip :][: chunk.rows]
-    expected = _row_numbers(found.size) + chunk.first_stamp
+def check_stamps(found: npt.NDArray[np.int64], first_stamp: int, chunk: int) -> StampFault | None:
+    """The first row whose stamp is not as expected; None when all are.
+
+    Args:
+        found: int64 `[rows]`.
+        chunk: index for the fault.
+    """
+    expected = _row_numbers(found.size) + first_stamp
     if (
         found.tobytes() == expected.tobytes()
     ):  # far cheaper than comparing arrays, and nearly always enough
         return None
     row = int((found != expected).argmax())
-    return StampFault(index, row, int(expected[row]), int(found[row]))
+    return StampFault(chunk, row, int(expected[row]), int(found[row]))
 
 
 @lru_cache(maxsize=4)  # a whole chunk, and pieces of some lengths

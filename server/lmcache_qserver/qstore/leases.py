@@ -98,6 +98,29 @@ class Leases:
                 "may have changed meanwhile: retrieve again",
             )
 
+    def slot(self, client: Hashable, lease_id: int, place: int, now: float) -> Slot:
+        """The slot at this place of a lease that holds.
+
+        Raises:
+            RequestError: unknown_lease when it is over, or is not this client's; bad_payload beyond its end.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.client != client or lease.expires_at <= now:
+            raise RequestError(
+                ErrorCode.UNKNOWN_LEASE, f"you hold no lease {lease_id} any more: retrieve again"
+            )
+        if 0 <= place < len(lease.slots) and lease.slots[place].doomed:
+            raise RequestError(
+                ErrorCode.UNKNOWN_LEASE,
+                f"chunk {place} of lease {lease_id} has been dropped meanwhile: retrieve again",
+            )
+        if not 0 <= place < len(lease.slots):
+            raise RequestError(
+                ErrorCode.BAD_PAYLOAD,
+                f"lease {lease_id} has {len(lease.slots)} chunks, none at place {place}",
+            )
+        return lease.slots[place]
+
     def client_gone(self, client: Hashable) -> int:
         """End all leases of a client; how many there were."""
         lease_ids = tuple(self._of_client.get(client, ()))

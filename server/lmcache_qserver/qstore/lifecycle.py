@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import RingDescription
@@ -39,15 +39,22 @@ class Lifecycle:
         chunk_size: tokens per chunk on this server.
         features: what this server stores.
         copy_timeout_s: how long a release waits for the lane.
+        on_release: called once for every instance whose release is decided, before anything is waited for.
     """
 
     def __init__(
-        self, registry: Registry, chunk_size: int, features: tuple[str, ...], copy_timeout_s: float
+        self,
+        registry: Registry,
+        chunk_size: int,
+        features: tuple[str, ...],
+        copy_timeout_s: float,
+        on_release: Callable[[Instance], None],
     ) -> None:
         self._registry = registry
         self._chunk_size = chunk_size
         self._features = features
         self._copy_timeout_s = copy_timeout_s
+        self._on_release = on_release
         self._leaving: set[Instance] = set()
         self._stuck: set[Lane] = set()
         self._registered = 0
@@ -96,6 +103,7 @@ class Lifecycle:
             self._released[cause] += 1
             instance.state = InstanceState.RELEASING
             self._leaving.add(instance)
+            self._on_release(instance)
             instance.release = asyncio.get_running_loop().create_task(self._release(instance))
         return instance.release
 

@@ -2,7 +2,8 @@
 
     register, unregister, reap, client_gone ─▶ lifecycle ─▶ registry
     store_q ─▶ store_check (the gate) ─▶ store_run ─▶ index, copying/lane
-    lookup_q, identities_q, retrieve_q, release_q ─▶ reading ─▶ index, leases
+    begin_upload_q, upload_part_q, end_upload_q ─▶ store_check ─▶ uploads ─▶ index, copying/lane
+    lookup_q, identities_q, retrieve_q, fetch_q, release_q ─▶ reading ─▶ index, leases
 
 Every method is called on the event loop. Those that are not `async` decide and answer at once. Those that are may be
 cancelled by their caller at any time: what they have begun goes on to its end.
@@ -29,8 +30,10 @@ from lmcache_qprotocol.messages import (
     RangeKey,
     RetrieveReply,
     RingDescription,
+    StoreOutcome,
     StoreProof,
     StoreResult,
+    UploadReply,
     VerifyReply,
     WorkerReport,
 )
@@ -48,9 +51,11 @@ from lmcache_qserver.qstore.read_totals import ReadTotals
 from lmcache_qserver.qstore.registry import Registry
 from lmcache_qserver.qstore.release_cause import ReleaseCause
 from lmcache_qserver.qstore.ring_use import ring_use
-from lmcache_qserver.qstore.store_check import CheckedStore, check_store
+from lmcache_qserver.qstore.store_check import CheckedStore, check_store, check_upload
 from lmcache_qserver.qstore.store_run import StoreRun
 from lmcache_qserver.qstore.totals import StoreTotals
+from lmcache_qserver.qstore.upload import Upload
+from lmcache_qserver.qstore.uploads import Uploads
 from lmcache_qserver.status_report import (
     InstanceReport,
     LanesReport,
@@ -71,8 +76,9 @@ class QStoreModule:
         reap_timeout_s, registration_grace_s: see `Registry`.
         copy_timeout_s: seconds for one copy, and for a release to wait for the lane.
         lease_timeout_s: seconds after which a lease ends by itself.
-        max_lease_share: part of the pool that one client may lease, in (0, 1].
         inline_checksums: whether a store's answer waits for the checksums of its objects (checksums.py).
+        max_lease_share: part of the pool that one client may lease, in (0, 1]; and reserve by unfinished uploads.
+        upload_timeout_s: seconds after which an upload that is not complete is given up.
         clock: seconds, monotonic; measures how long stores take.
 
     Raises:
@@ -92,29 +98,42 @@ class QStoreModule:
         lease_timeout_s: float = 60.0,
         max_lease_share: float = 0.25,
         inline_checksums: bool = False,
+        upload_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_settings(chunk_size, features, copy_timeout_s, lease_timeout_s, max_lease_share)
+        if upload_timeout_s <= 0:
+            raise ValueError(f"upload_timeout_s must be positive, not {upload_timeout_s}")
         self.features = features
         self.chunk_size = chunk_size
         self.index = Index(pool)
         self.registry = Registry(reap_timeout_s, registration_grace_s)
-        self.leases = Leases(
-            pool, int(pool.usage().capacity_bytes * max_lease_share), lease_timeout_s
-        )
+        cap_bytes = int(pool.usage().capacity_bytes * max_lease_share)
+        self.leases = Leases(pool, cap_bytes, lease_timeout_s)
         self._pool = pool
         self._bus = bus
-        self._lifecycle = Lifecycle(self.registry, chunk_size, features, copy_timeout_s)
         self._copy_timeout_s = copy_timeout_s
         self._clock = clock
         self._coverage = Coverage()
         self._totals = StoreTotals()
         self._reads = ReadTotals()
-        self._stores: set[asyncio.Task[StoreResult]] = set()
+        self._stores: set[asyncio.Future[Any]] = set()
+        """Stores under way, uploads among them."""
         self._draining = False
         self._inline_checksums = inline_checksums
         self._checksums = Checksums(
             self.index, lambda: bool(self._stores), self._totals.add_nonfinite
+        )
+        self.uploads = Uploads(
+            self.index,
+            cap_bytes=cap_bytes,
+            timeout_s=upload_timeout_s,
+            copy_timeout_s=copy_timeout_s,
+            on_stored=self._checksums.note,
+            inline_checksums=inline_checksums,
+        )
+        self._lifecycle = Lifecycle(
+            self.registry, chunk_size, features, copy_timeout_s, self.uploads.instance_leaves
         )
 
     # --- instances ----------------------------------------------------------------------------------------------
@@ -275,17 +294,19 @@ class QStoreModule:
         # Told while the first copy runs, not before it, and whatever becomes of the task.
         loop.call_soon(self._tell_begin, instance, store)
         task = loop.create_task(self._run_store(run))
-        for stores in (self._stores, instance.stores):
-            stores.add(task)
-            task.add_done_callback(stores.discard)
+        self._note_store(instance, task)
         # Later, so that the answer does not wait for who counts it.
         end = partial(self._end_store, instance, store, run, began)
         task.add_done_callback(lambda _: loop.call_soon(end))
         return task
 
     async def _run_store(self, run: StoreRun) -> StoreResult:
-        outcome = await run.run()
-        return StoreResult(b"", not outcome.refused, outcome)
+        return _result(await run.run())
+
+    def _note_store(self, instance: Instance, task: asyncio.Task[StoreResult]) -> None:
+        for stores in (self._stores, instance.stores):
+            stores.add(task)
+            task.add_done_callback(stores.discard)
 
     def _tell_begin(self, instance: Instance, store: CheckedStore) -> None:
         for event in (StoreSubmitted, StoreStart):
@@ -301,11 +322,19 @@ class QStoreModule:
     def _end_store(
         self, instance: Instance, store: CheckedStore, run: StoreRun, began: float
     ) -> None:
-        outcome = run.outcome
-        nbytes = outcome.stored * store.object_bytes
-        self._totals.add(outcome, nbytes)
         self._totals.copied_bytes += run.copied_bytes
         self._totals.copy_s += run.copy_s
+        self._tell_end(instance, store, run.outcome, began)
+
+    def _tell_end(
+        self,
+        instance: Instance,
+        store: CheckedStore,
+        outcome: StoreOutcome,
+        began: float,
+    ) -> None:
+        nbytes = outcome.stored * store.object_bytes
+        self._totals.add(outcome, nbytes)
         self._bus.publish(
             StoreEnd(
                 session=store.key.request_id,
@@ -319,6 +348,75 @@ class QStoreModule:
                 seconds=self._clock() - began,
             )
         )
+
+    # --- storing what lies out of reach -------------------------------------------------------------------------
+
+    async def begin_upload_q(
+        self,
+        client: Hashable,
+        key: RangeKey,
+        instance_id: InstanceId,
+        proof: StoreProof,
+        now: float,
+    ) -> UploadReply:
+        """Begin a store of one chunk, or of a piece, whose bytes come by `upload_part_q` and `end_upload_q`.
+
+        Raises:
+            RequestError: shutting_down, unknown_instance, not_owner, bad_payload, unsupported_transport, busy.
+        """
+        try:
+            instance = self._live_instance(client, instance_id)
+            store = check_upload(instance, key, proof, self.chunk_size)
+        except RequestError as error:
+            self._totals.rejected_stores[error.code] += 1
+            raise
+        instance.last_seen = max(instance.last_seen, now)
+        began = self._clock()
+        found = await self.uploads.begin(client, instance, store, self._clock)
+        self._totals.submitted_stores += 1
+        self._tell_begin(instance, store)
+        if isinstance(found, StoreOutcome):
+            self._tell_end(instance, store, found, began)
+            return UploadReply(result=_result(found))
+        self._stores.add(found.ended)
+        found.ended.add_done_callback(self._stores.discard)
+        found.ended.add_done_callback(
+            lambda ended: self._tell_end(instance, store, ended.result(), began)
+        )
+        return UploadReply(upload_id=found.upload_id, nbytes=found.nbytes)
+
+    async def upload_part_q(
+        self, client: Hashable, upload_id: int, offset: int, part: memoryview, now: float
+    ) -> None:
+        """The next bytes of an upload; returns when they are in place.
+
+        Raises:
+            RequestError: unknown_upload, bad_payload.
+        """
+        upload = self.uploads.get(client, upload_id)
+        upload.instance.last_seen = max(upload.instance.last_seen, now)
+        await self.uploads.part(upload, offset, part)
+
+    def end_upload_q(
+        self, client: Hashable, upload_id: int, stamps: memoryview, now: float
+    ) -> asyncio.Task[StoreResult]:
+        """The stamps of an upload, which prove it. Nobody may cancel the task, see `begin_store_q`.
+
+        Raises:
+            RequestError: unknown_upload, bad_payload.
+        """
+        upload = self.uploads.get(client, upload_id)
+        self.uploads.check_complete(upload, stamps)
+        task = asyncio.get_running_loop().create_task(self._seal(upload, stamps, now))
+        self._note_store(upload.instance, task)
+        return task
+
+    async def _seal(self, upload: Upload, stamps: memoryview, now: float) -> StoreResult:
+        return _result(await self.uploads.seal(upload, stamps, now))
+
+    def expire_uploads(self, now: float) -> int:
+        """Give up the uploads whose time is over; how many there were. Call it every second or so."""
+        return self.uploads.expire(now)
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -335,6 +433,16 @@ class QStoreModule:
         return reading.retrieve(
             self.index, self.leases, self._reads, client, query, self.chunk_size, now
         )
+
+    def fetch_q(
+        self, client: Hashable, lease_id: int, place: int, part: tuple[int, int], now: float
+    ) -> reading.PinnedBytes:
+        """Bytes [a, b) of a leased chunk, pinned for as long as they are being sent.
+
+        Raises:
+            RequestError: unknown_lease, bad_payload.
+        """
+        return reading.fetch(self._pool, self.leases, client, lease_id, place, part, now)
 
     def release_q(self, client: Hashable, lease_ids: Iterable[int]) -> None:
         """Give leases back.
@@ -374,6 +482,7 @@ class QStoreModule:
             rings=ring_use(one.report for one in live),
             checksums=self._checksums.summary(),
             leases=self.leases.summary(),
+            uploads=self.uploads.summary(),
             pool=PoolReport(**dataclasses.asdict(self._pool.usage())),
             lanes=LanesReport(
                 hung=sum(instance.lane.hung for instance in live),
@@ -423,12 +532,17 @@ def _check_settings(
         raise ValueError(f"max_lease_share must be in (0, 1], not {max_lease_share}")
 
 
+def _result(outcome: StoreOutcome) -> StoreResult:
+    return StoreResult(b"", not outcome.refused, outcome)
+
+
 def _describe_instance(instance: Instance) -> InstanceReport:
     description = instance.description
     layout = description.layout
     return InstanceReport(
         model_name=instance.model_name,
         world_size=instance.world_size,
+        transport="inline" if description.inline else "shm",
         q_ring_layout=RingLayoutReport(
             num_layers=len(layout.layer_ids),
             num_blocks=description.num_blocks,

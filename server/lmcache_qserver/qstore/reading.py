@@ -1,9 +1,13 @@
-"""Finding chunks, whole or in pieces, and leasing them to a reader."""
+"""Finding chunks, whole or in pieces, leasing them to a reader, and handing out their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.hashing import chunk_hash
@@ -19,7 +23,7 @@ from lmcache_qprotocol.messages import (
     StoredChunk,
 )
 from lmcache_qprotocol.reasons import MissReason
-from lmcache_qserver.pool import Slot
+from lmcache_qserver.pool import Pool, Slot
 from lmcache_qserver.qstore.by_tokens import content_of
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.leases import Leases
@@ -102,6 +106,48 @@ def retrieve(
         tokens=answer.reach(leased),
         lease_ms=int(leases.timeout_s * 1000) if lease_id else 0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBytes:
+    """Bytes of the pool that stay as they are until `release` is called, whatever becomes of the lease.
+
+    Attributes:
+        data: uint8 `[nbytes]`, read-only.
+        release: called once, on the event loop, when nobody reads `data` any more.
+    """
+
+    data: npt.NDArray[np.uint8]
+    release: Callable[[], None]
+
+    @property
+    def view(self) -> memoryview:
+        """`data` as a frame."""
+        return memoryview(self.data)  # type: ignore[arg-type]  # numpy's stubs hide the buffer from Python 3.10
+
+
+def fetch(
+    pool: Pool,
+    leases: Leases,
+    client: Hashable,
+    lease_id: int,
+    place: int,
+    part: tuple[int, int],
+    now: float,
+) -> PinnedBytes:
+    """Bytes [a, b) of the chunk at this place of a lease.
+
+    Raises:
+        RequestError: unknown_lease when it is over; bad_payload for bytes or a place that it does not have.
+    """
+    slot = leases.slot(client, lease_id, place, now)
+    first, end = part
+    if not 0 <= first < end <= slot.nbytes:
+        raise RequestError(
+            ErrorCode.BAD_PAYLOAD, f"the chunk has bytes [0, {slot.nbytes}), not [{first}, {end})"
+        )
+    pool.lease(slot)
+    return PinnedBytes(pool.view(slot)[first:end], partial(pool.release, slot))
 
 
 def identities(index: Index, query: IdentityQuery, chunk_size: int) -> IdentitiesReply:

@@ -21,7 +21,7 @@ def check_registration(
     """All but what only the kernel can tell (seals, real size), which the lane asks.
 
     Args:
-        ring_bytes: size of the ring's memory, as announced.
+        ring_bytes: size of the ring's memory, as announced; of no account for one that is out of reach.
         chunk_size: tokens per chunk on this server.
         features: what this server stores.
 
@@ -50,4 +50,5 @@ def check_registration(
             f"blocks of {description.block_size} tokens do not divide a chunk of {chunk_size}: use their greatest "
             "common divisor",
         )
-    RingGeometry.of(description).check(ring_bytes)
+    if not description.inline:
+        RingGeometry.of(description).check(ring_bytes)

@@ -107,8 +107,43 @@ def check_store(
     Raises:
         RequestError: bad_payload, blocks_not_covering or unsupported_transport; nothing has happened then.
     """
+    if instance.description.inline:
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_TRANSPORT,
+            "this ring was registered as out of the server's reach: upload what is to be stored",
+        )
     if len(block_groups) != 1:
         raise _bad(f"the ring has one group of blocks, {len(block_groups)} were sent")
+    return _checked(instance, key, block_groups[0], event, proof, chunk_size)
+
+
+def check_upload(
+    instance: Instance, key: RangeKey, proof: StoreProof, chunk_size: int
+) -> CheckedStore:
+    """Check a store of a LIVE instance of the caller's whose bytes are to come in messages.
+
+    Raises:
+        RequestError: bad_payload or unsupported_transport; nothing has happened then.
+    """
+    if not instance.description.inline:
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_TRANSPORT,
+            "this instance has a ring that the server reads: store out of it, or register it as inline",
+        )
+    if len(key.chunk_hashes) != 1:
+        raise _bad(f"an upload is of one chunk by its hash, not of {len(key.chunk_hashes)}")
+    return _checked(instance, key, None, b"", proof, chunk_size)
+
+
+def _checked(
+    instance: Instance,
+    key: RangeKey,
+    block_ids: Sequence[int] | None,
+    event: bytes,
+    proof: StoreProof | None,
+    chunk_size: int,
+) -> CheckedStore:
+    """Args: block_ids: None where there is no ring to copy from."""
     _check_key(instance, key)
     is_piece = _is_piece(key, chunk_size)
     num_chunks = 1 if is_piece else _count_chunks(key, chunk_size)
@@ -119,9 +154,9 @@ def check_store(
     description = Description(
         instance.description.layout, instance.description.block_size, chunk_size
     )
-    _check_blocks(
-        block_groups[0], num_chunks * description.blocks_of(rows), instance.description.num_blocks
-    )
+    if block_ids is not None:
+        needed = num_chunks * description.blocks_of(rows)
+        _check_blocks(block_ids, needed, instance.description.num_blocks)
     if proof is None:
         raise _bad("a store from a ring needs a proof: send the nonce of each chunk")
     if len(proof.nonces) != num_chunks:
@@ -137,7 +172,7 @@ def check_store(
         description,
         num_chunks,
         rows,
-        tuple(block_groups[0]),
+        tuple(block_ids or ()),
         proof.nonces,
         content,
         _check_claim(key, proof.claim, content, chunk_start),

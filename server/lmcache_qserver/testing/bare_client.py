@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from lmcache_qprotocol.codec import Reply, decode_reply, encode, encode_request
+from lmcache_qprotocol.codec import Frame, Reply, decode_reply, encode, encode_request
 from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.lifeline import (
     MAX_PACKET_BYTES,
@@ -31,13 +31,19 @@ TIMEOUT_MS = 10_000
 
 
 class BareClient:
-    """One DEALER socket."""
+    """One DEALER socket.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        unread: answers that ZeroMQ takes ahead of `receive`; None for its default.
+    """
+
+    def __init__(self, url: str, unread: int | None = None) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         self.socket.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
+        if unread is not None:
+            self.socket.setsockopt(zmq.RCVHWM, unread)
         self.socket.connect(url)
         self._uid = 0
 
@@ -47,7 +53,7 @@ class BareClient:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: Sequence[Frame]) -> None:
         """Frames as they are."""
         self.socket.send_multipart(frames)
 

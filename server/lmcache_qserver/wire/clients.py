@@ -70,11 +70,13 @@ class Client:
     Attributes:
         native: it has said hello and gets native replies.
         outstanding, outstanding_bytes: requests that are not answered yet, and the length of their messages.
+        bulk_bytes: of bulk answers that have not left yet.
         registered: it has registered an instance: its silence is the reaper's business for a while.
         silence_logged: the log has been told that failures of this client can't be answered.
     """
 
     __slots__ = (
+        "bulk_bytes",
         "identity",
         "last_seen",
         "native",
@@ -92,6 +94,7 @@ class Client:
         self.last_seen = now
         self.outstanding = 0
         self.outstanding_bytes = 0
+        self.bulk_bytes = 0
         self.registered = False
         self.silence_logged = False
 
@@ -147,8 +150,11 @@ class Clients:
         return client
 
     def say_hello(self, client: Client, hello: Hello) -> Session:
-        """A new session for the client; the one before is gone."""
+        """A new session for the client; the one before is gone, and the one that it says it had."""
         self.end(client.session)
+        former = self._by_token.get(hello.former_session)
+        if former is not None:  # a client without lifeline that came back over another connection
+            self.end(former)
         token = secrets.token_bytes(16)
         client.session = self._by_token[token] = Session(token, hello.client, hello.pid)
         client.native = True

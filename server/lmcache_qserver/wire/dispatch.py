@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lmcache_qprotocol.codec import (
+    Frame,
     decode_operation,
     decode_payloads,
     decode_uid,
@@ -36,6 +37,8 @@ from lmcache_qprotocol.limits import MAX_FRAMES, Limits
 from lmcache_qprotocol.messages import ReplyMeta
 from lmcache_qprotocol.operations import SILENCE, Operation
 from lmcache_qserver.log_fields import told
+from lmcache_qserver.qstore.reading import PinnedBytes
+from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
@@ -49,7 +52,7 @@ OUTSTANDING_MESSAGES = 4
 """Unanswered bytes of a client, in messages of the largest size."""
 
 Payloads = tuple[Any, ...]
-Send = Callable[[bytes, list[bytes]], None]
+Send = Callable[[bytes, Sequence[Frame]], None]
 
 
 class Order(Enum):
@@ -92,6 +95,7 @@ class Dispatcher:
     Args:
         handlers: by operation name.
         send: puts an answer on the socket; must not block.
+        bulk: sends the answers that are bytes of the pool.
         clock: monotonic seconds.
     """
 
@@ -101,6 +105,7 @@ class Dispatcher:
         clients: Clients,
         counts: WireCounts,
         send: Send,
+        bulk: BulkAnswers,
         *,
         boot_id: bytes,
         limits: Limits,
@@ -110,6 +115,7 @@ class Dispatcher:
         self._clients = clients
         self._counts = counts
         self._send = send
+        self._bulk = bulk
         self._limits = limits
         self._clock = clock
         self._boot_id = boot_id
@@ -150,7 +156,7 @@ class Dispatcher:
             if isinstance(coroutine, Coroutine):
                 coroutine.close()
 
-    def handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Serve one message. Never raises, whatever the frames hold.
 
         Args:
@@ -177,7 +183,7 @@ class Dispatcher:
             self._note_fault(echo)
             self._fail(echo, INTERNAL)
 
-    def _serve(self, echo: _Echo, frames: Sequence[bytes]) -> None:
+    def _serve(self, echo: _Echo, frames: Sequence[Frame]) -> None:
         self._check_size(frames, echo.nbytes)
         self._check_outstanding(echo)
         operation = echo.operation or decode_operation(echo.op_frame)
@@ -217,7 +223,7 @@ class Dispatcher:
                 "wait for some of them",
             )
 
-    def _check_size(self, frames: Sequence[bytes], nbytes: int) -> None:
+    def _check_size(self, frames: Sequence[Frame], nbytes: int) -> None:
         if len(frames) > MAX_FRAMES:
             raise ProtocolError(
                 ErrorCode.BAD_FRAME, f"a message has at most {MAX_FRAMES} frames, not {len(frames)}"
@@ -274,6 +280,11 @@ class Dispatcher:
 
     def _answer(self, echo: _Echo, result: Any) -> None:
         meta = self._meta_frame if echo.client.native else None
+        if isinstance(result, PinnedBytes):
+            frames = encode_result(echo.uid, echo.op_frame, result.view, meta)
+            self._count(echo, OK)
+            self._bulk.send(echo.client, frames, result)
+            return
         frames = encode_result(echo.uid, echo.op_frame, result, meta)
         self._count(echo, OK)
         self._send(echo.client.identity, frames)

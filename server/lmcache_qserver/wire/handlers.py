@@ -8,8 +8,17 @@ from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
-from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply, StoreResult, VerifyReply
+from lmcache_qprotocol.messages import (
+    PROTOCOL_VERSION,
+    HelloReply,
+    StoreResult,
+    UploadReply,
+    VerifyReply,
+)
+from lmcache_qserver.copying import RingSource
+from lmcache_qserver.copying.inline import UnreachableRing
 from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Client, Clients, Session
 from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
 
@@ -18,6 +27,7 @@ class Handlers:
     """The handlers of all operations; `table` is the dispatch table.
 
     Args:
+        bulk: says who may have how many bytes on their way.
         lifeline: path of the Unix socket, for the reply to hello.
         clock: monotonic seconds.
     """
@@ -31,6 +41,7 @@ class Handlers:
         features: tuple[str, ...],
         chunk_size: int,
         limits: Limits,
+        bulk: BulkAnswers,
         lifeline: str,
         clock: Callable[[], float],
     ) -> None:
@@ -40,6 +51,7 @@ class Handlers:
         self._features = features
         self._chunk_size = chunk_size
         self._limits = limits
+        self._bulk = bulk
         self._lifeline = lifeline
         self._clock = clock
 
@@ -50,12 +62,16 @@ class Handlers:
             "register_q_cache": Handler(Order.IN_TURN, self._register, while_stopping=False),
             "unregister_q_cache": Handler(Order.IN_TURN, self._unregister),
             "store_q": Handler(Order.BESIDE, self._store, while_stopping=False),
+            "begin_upload_q": Handler(Order.BESIDE, self._begin_upload, while_stopping=False),
+            "upload_part_q": Handler(Order.BESIDE, self._upload_part),
+            "end_upload_q": Handler(Order.BESIDE, self._end_upload),
             "get_chunk_size": Handler(Order.NOW, lambda client, payloads: self._chunk_size),
             "ping": Handler(Order.NOW, self._ping),
             "noop": Handler(Order.NOW, lambda client, payloads: "OK"),
             "get_experimental": Handler(Order.NOW, lambda client, payloads: self._features),
             "lookup_q": Handler(Order.NOW, self._lookup),
             "retrieve_q": Handler(Order.NOW, self._retrieve, while_stopping=False),
+            "fetch_q": Handler(Order.NOW, self._fetch),
             "release_q": Handler(Order.NOW, self._release),
             "verify_q": Handler(Order.BESIDE, self._verify, while_stopping=False),
             "identities_q": Handler(Order.NOW, self._identities),
@@ -86,8 +102,11 @@ class Handlers:
         session = client.session
         if description is not None or session.gone:
             _require_hello(session)
-        ring = None
-        if description is not None and session.lifeline is not None:
+        ring: RingSource | None = None
+        if description is not None and description.inline:
+            self._require_inline()
+            ring = UnreachableRing()
+        elif description is not None and session.lifeline is not None:
             ring = session.lifeline.take_ring(description.ring_token)
         await self._module.register_q_cache(
             session, instance_id, model_name, world_size, description, ring, self._clock()
@@ -108,6 +127,21 @@ class Handlers:
             client.session, key, instance_id, block_groups, event, proof, self._clock()
         )
 
+    def _begin_upload(self, client: Client, payloads: Payloads) -> Awaitable[UploadReply]:
+        key, instance_id, proof = payloads
+        _require_hello(client.session)
+        return self._module.begin_upload_q(client.session, key, instance_id, proof, self._clock())
+
+    def _upload_part(self, client: Client, payloads: Payloads) -> Awaitable[None]:
+        upload_id, offset, part = payloads
+        _require_hello(client.session)
+        return self._module.upload_part_q(client.session, upload_id, offset, part, self._clock())
+
+    def _end_upload(self, client: Client, payloads: Payloads) -> asyncio.Task[StoreResult]:
+        upload_id, stamps = payloads
+        _require_hello(client.session)
+        return self._module.end_upload_q(client.session, upload_id, stamps, self._clock())
+
     def _ping(self, client: Client, payloads: Payloads) -> bool:
         instance_id, report = payloads
         return self._module.ping(client.session, instance_id, report, self._clock())
@@ -118,12 +152,28 @@ class Handlers:
 
     def _retrieve(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
-        _require_lifeline(client.session, "leases need")
+        _require_hello(client.session)
+        if not self._limits.bulk_bytes:
+            _require_lifeline(client.session, "leases need")
         return self._module.retrieve_q(client.session, query, self._clock())
+
+    def _fetch(self, client: Client, payloads: Payloads) -> Any:
+        lease_id, place, offset, nbytes = payloads
+        _require_hello(client.session)
+        self._require_inline()
+        if nbytes > self._limits.bulk_bytes:
+            raise RequestError(
+                ErrorCode.TOO_LARGE,
+                f"one answer brings at most {self._limits.bulk_bytes} bytes, not {nbytes}; ask for less at once",
+            )
+        self._bulk.check_room(client, nbytes)
+        part = offset, offset + nbytes
+        return self._module.fetch_q(client.session, lease_id, place, part, self._clock())
 
     def _identities(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
-        # It tells salts, which may be secrets; who has the lifeline may read everything that they guard anyway.
+        # It tells salts, which may be secrets: to who has the lifeline, and may read everything that they guard anyway.
+        # Who reads inline can read only what it can name, salt and all.
         _require_lifeline(client.session, "who asks for identities needs")
         return self._module.identities_q(query)
 
@@ -135,6 +185,13 @@ class Handlers:
         (lease_ids,) = payloads
         _require_hello(client.session)
         self._module.release_q(client.session, lease_ids)
+
+    def _require_inline(self) -> None:
+        if not self._limits.bulk_bytes:
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_TRANSPORT,
+                "this server takes and gives bytes over the lifeline only (--no-allow-inline)",
+            )
 
 
 def _require_hello(session: Session) -> None:

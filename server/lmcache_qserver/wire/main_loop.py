@@ -18,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
+from lmcache_qprotocol.codec import BULK_REQUESTS, Frame
 from lmcache_qserver.wire import socket_path
 from lmcache_qserver.wire.complaints import Complaints
 from lmcache_qserver.wire.counts import WireCounts
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 # Plain integers: operators of the enumerations cost microseconds.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+RCVMORE, SNDMORE = int(zmq.RCVMORE), int(zmq.SNDMORE)
+OP_FRAME = 2
+"""Place of the operation, behind the routing identity and the uid."""
 
 MESSAGES_PER_TURN = 64
 """Messages read before the loop may do something else."""
@@ -43,6 +47,8 @@ UNSENT_MESSAGES = 1024
 """Answers that wait for one client to read them, as many as it may have unanswered requests."""
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 10_000
+UNREAD_MS = 30_000
+"""A client that takes nothing of what is sent to it for so long is disconnected, though it may answer otherwise."""
 CLOSE_LINGER_MS = 1000
 
 
@@ -58,7 +64,7 @@ class MainLoop:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        handle: Callable[[bytes, list[bytes]], None],
+        handle: Callable[[bytes, list[Frame]], None],
         counts: WireCounts,
         *,
         max_frame_bytes: int,
@@ -80,6 +86,7 @@ class MainLoop:
         # closes.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)
         self._fd = cast(int, self._socket.getsockopt(zmq.FD))
         self._scheduled = False
         self._reading = False
@@ -107,15 +114,47 @@ class MainLoop:
         self._loop.add_reader(self._fd, self._read)
         self._read_soon()
 
-    def send(self, identity: bytes, frames: list[bytes]) -> None:
+    def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         """Send an answer; one that can't be delivered is counted and dropped."""
         if not self._open:
             return
         try:
             self._socket.send_multipart([identity, *frames], NOBLOCK)
         except zmq.ZMQError as error:
-            self._counts.undeliverable += 1
-            self._complaints.say(f"an answer could not be delivered: {error}", self._clock())
+            self._undeliverable(error)
+        self._look_behind_a_send()
+
+    def send_bulk(self, identity: bytes, frames: Sequence[Frame]) -> zmq.MessageTracker | None:
+        """Send an answer whose memoryview frame ZeroMQ reads where it lies, until the tracker is done.
+
+        Returns:
+            None when it can't be delivered; that is counted, and nothing is read then.
+        """
+        if not self._open:
+            return None
+        tracker = None
+        try:
+            self._socket.send(identity, NOBLOCK | SNDMORE)
+            # Behind the identity nothing can fail: the message has its client, and takes no more room in its queue.
+            for place, frame in enumerate(frames):
+                flags = NOBLOCK | SNDMORE * (place < len(frames) - 1)
+                if type(frame) is memoryview:
+                    # However short it is: what ZeroMQ copies, nobody counts.
+                    bulk = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+                    self._socket.send(bulk, flags, copy=False)
+                    tracker = bulk.tracker
+                else:
+                    self._socket.send(frame, flags)
+        except zmq.ZMQError as error:
+            self._undeliverable(error)
+        self._look_behind_a_send()
+        return tracker
+
+    def _undeliverable(self, error: zmq.ZMQError) -> None:
+        self._counts.undeliverable += 1
+        self._complaints.say(f"an answer could not be delivered: {error}", self._clock())
+
+    def _look_behind_a_send(self) -> None:
         if not self._reading and self._is_readable():
             self._read_soon()
 
@@ -155,7 +194,7 @@ class MainLoop:
             if messages and not (self._open and self._is_readable()):
                 return False
             try:
-                identity, *frames = self._socket.recv_multipart(NOBLOCK)
+                identity, *frames = self._receive()
             except zmq.Again:
                 return False
             messages += 1
@@ -165,6 +204,20 @@ class MainLoop:
             except Exception:  # a raise here would leave the rest of the messages without a wake-up
                 log.exception("handling a message failed")
         return True
+
+    def _receive(self) -> list[Any]:
+        """All frames of a message, the routing identity first; those of a bulk request stay where ZeroMQ has them.
+
+        Copying a long frame keeps the interpreter from everything else; making a view of a short one costs more than
+        copying it.
+        """
+        frames: list[Any] = [self._socket.recv(NOBLOCK)]
+        while self._socket.getsockopt(RCVMORE):
+            if len(frames) > OP_FRAME and frames[OP_FRAME] in BULK_REQUESTS:
+                frames.append(self._socket.recv(NOBLOCK, copy=False).buffer)
+            else:
+                frames.append(self._socket.recv(NOBLOCK))
+        return frames
 
     def _is_readable(self) -> bool:
         return bool(cast(int, self._socket.getsockopt(EVENTS)) & POLLIN)

@@ -52,6 +52,22 @@ def test_a_second_hello_ends_the_first_session_once() -> None:
     assert gone == [legacy, first]
 
 
+def test_a_greeting_over_another_connection_ends_the_session_that_it_names() -> None:
+    """Without a lifeline nothing else would tell of its end before it has been silent for long."""
+    clients, gone = make()
+    first = clients.say_hello(see(clients, b"a"), HELLO)
+    assert first.token is not None
+    again = see(clients, b"b")
+    renewed = Hello(protocol_version=1, client="test", former_session=first.token)
+    second = clients.say_hello(again, renewed)
+    assert first.gone
+    assert gone.count(first) == 1
+    assert not second.gone
+    unknown = Hello(protocol_version=1, client="test", former_session=b"x" * 16)
+    clients.say_hello(see(clients, b"c"), unknown)
+    assert not second.gone
+
+
 def test_a_client_stays_native_after_its_session_is_gone() -> None:
     clients, _ = make()
     client = see(clients, b"a")

@@ -12,6 +12,7 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.messages import Hello, RangeKey, StoreResult
 from lmcache_qprotocol.operations import BY_NAME, OPERATIONS
+from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Client, Clients
 from lmcache_qserver.wire.counts import OK, UNDECODED, WireCounts
 from lmcache_qserver.wire.dispatch import Dispatcher, Handler, Order
@@ -38,7 +39,10 @@ class Bench:
             self.handlers,
             self.clients,
             self.counts,
-            lambda identity, frames: self.sent.append((identity, frames)),
+            lambda identity, frames: self.sent.append((identity, [*map(bytes, frames)])),
+            BulkAnswers(
+                asyncio.get_running_loop(), lambda identity, frames: None, cap_bytes=1 << 20
+            ),
             boot_id=BOOT_ID,
             limits=Limits(message_bytes=message_bytes, outstanding_requests=outstanding),
             clock=lambda: 0.0,

@@ -47,7 +47,7 @@ class Bench:
         self.seen: list[tuple[bytes, list[bytes]]] = []
         self.main_loop = MainLoop(
             cast(asyncio.AbstractEventLoop, self.loop),
-            lambda identity, frames: self.seen.append((identity, frames)),
+            lambda identity, frames: self.seen.append((identity, [*map(bytes, frames)])),
             self.counts,
             max_frame_bytes=1 << 20,
             clock=time.monotonic,

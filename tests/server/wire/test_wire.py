@@ -11,8 +11,17 @@ import zmq
 from lmcache_qprotocol.codec import encode
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.keys import KeyFamily
-from lmcache_qprotocol.messages import ChunkQuery, Hello
+from lmcache_qprotocol.messages import (
+    ChunkQuery,
+    Hello,
+    IdentityQuery,
+    PartialChunk,
+    RangeKey,
+    RingDescription,
+    StoreProof,
+)
 from lmcache_qserver.testing.bare_client import (
+    SMALL_LAYOUT,
     BareClient,
     BareLifeline,
     register_small_ring,
@@ -126,17 +135,66 @@ def test_a_native_client_learns_of_its_errors(daemon: RunningDaemon) -> None:
         assert caught.value.code is ErrorCode.UNKNOWN_INSTANCE
 
 
+PART = (1, 0, memoryview(b"x"))
+IDENTITIES = IdentityQuery(
+    model_name="m##query", chunks=(PartialChunk(index=0, parent_hash=b"h" * 32, tokens=(1,)),)
+)
+KEY = RangeKey(model_name="m##query", world_size=1, worker_id=0, end=16, chunk_hashes=(b"h" * 32,))
+
+
 def test_what_needs_hello_and_what_needs_a_lifeline(daemon: RunningDaemon) -> None:
     with BareClient(daemon.url) as client:
-        for name, payload in (("retrieve_q", QUERY), ("release_q", ())):
+        for name, *payloads in (
+            ("retrieve_q", QUERY),
+            ("release_q", ()),
+            ("fetch_q", 1, 0, 0, 1),
+            ("begin_upload_q", KEY, "w", StoreProof(nonces=(1,))),
+            ("upload_part_q", *PART),
+            ("end_upload_q", 1, memoryview(b"")),
+            ("identities_q", IDENTITIES),
+        ):
             with pytest.raises(RequestError) as caught:
-                client.ask(name, payload)
+                client.ask(name, *payloads)
             assert caught.value.code is ErrorCode.HELLO_REQUIRED
         assert client.ask("lookup_q", QUERY).result.prefix == 0
-        client.hello()
+        limits = client.hello().limits
+        assert client.ask("retrieve_q", QUERY).result.lease_id == 0
+        with pytest.raises(RequestError) as caught:
+            client.ask("identities_q", IDENTITIES)
+        assert caught.value.code is ErrorCode.LIFELINE_REQUIRED
+        with pytest.raises(RequestError) as caught:
+            client.ask("fetch_q", 1, 0, 0, limits.bulk_bytes + 1)
+        assert caught.value.code is ErrorCode.TOO_LARGE
+        with pytest.raises(RequestError) as caught:
+            client.ask("upload_part_q", *PART)
+        assert caught.value.code is ErrorCode.UNKNOWN_UPLOAD
+
+
+def test_without_leave_nothing_goes_inline() -> None:
+    with (
+        running_daemon(chunk_size=16, allow_inline=False) as daemon,
+        BareClient(daemon.url) as client,
+    ):
+        assert client.hello().limits.bulk_bytes == 0
         with pytest.raises(RequestError) as caught:
             client.ask("retrieve_q", QUERY)
         assert caught.value.code is ErrorCode.LIFELINE_REQUIRED
+        ring = RingDescription(
+            layout=SMALL_LAYOUT,
+            num_blocks=1,
+            block_size=16,
+            chunk_size=16,
+            ring_token=bytes(16),
+            stamps_offset=0,
+            inline=True,
+        )
+        for name, *payloads in (
+            ("fetch_q", 1, 0, 0, 1),
+            ("register_q_cache", "w", (), "m", 1, "test", None, (), ring),
+        ):
+            with pytest.raises(RequestError) as caught:
+                client.ask(name, *payloads)
+            assert caught.value.code is ErrorCode.UNSUPPORTED_TRANSPORT
 
 
 def test_another_protocol_version_is_refused(daemon: RunningDaemon) -> None:

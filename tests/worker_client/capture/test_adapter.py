@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
@@ -98,6 +99,8 @@ class FakeConnection:
         self.link = FakeLink()
         self.lifeline: FakeLifeline | None = FakeLifeline()
         self.hello = hello()
+        self.transport = "shm"
+        self.no_lifeline_because = "the socket is not there"
         self.closed = False
         self.link.is_alive = self.is_alive
 
@@ -395,6 +398,42 @@ def test_blocks_of_a_lost_store_are_not_reused_before_the_copy_is_over(bench: Be
     bench.restore()
     bench.adapter.reclaim_finished_q_stores()
     assert bench.free == 8
+
+
+class FakeSender:
+    def __init__(self) -> None:
+        self.stores: list[tuple[Any, ...]] = []
+        self.futures: list[Future[StoreResult]] = []
+
+    def submit(self, *store: Any) -> Future[StoreResult]:
+        self.stores.append(store)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def test_a_ring_out_of_reach_is_described_and_its_stores_are_uploaded(bench: Bench) -> None:
+    bench.connection.transport, bench.connection.lifeline = "inline", None
+    sender = FakeSender()
+    bench.adapter._sender = cast(Any, sender)
+    bench.register().submit()
+    ((_, payloads, _),) = bench.connection.link.calls
+    description = payloads[-1]
+    assert (description.inline, description.ring_token, description.stamps_offset) == (
+        True,
+        bytes(16),
+        0,
+    )
+    ((key, instance_id, proof, ring, blocks),) = sender.stores
+    assert (key.start, key.end) == (16, 24)
+    assert (instance_id, ring) == (bench.adapter.instance_id, bench.ring)
+    assert len(proof.nonces) == 1
+    assert len(blocks) == 2
+    bench.adapter.reclaim_finished_q_stores()
+    assert bench.free == 6, "the sender may still read them"
+    sender.futures[0].set_exception(ConnectionError("lost"))
+    bench.adapter.reclaim_finished_q_stores()
+    assert bench.free == 8, "nobody else does"
+    assert bench.lost == {Loss.SERVER_UNAVAILABLE: 8}
 
 
 def test_a_dead_server_copies_nothing(bench: Bench) -> None:

@@ -51,6 +51,7 @@ class FakeServer:
 
     def __init__(self, url: str = "tcp://127.0.0.1:*", lifeline: Path | None = None) -> None:
         self.boot_id = os.urandom(16)
+        self.limits = Limits()
         self.answers: dict[str, Answer] = {
             "hello": lambda request: self._hello(),
             "ping": lambda request: True,
@@ -152,7 +153,7 @@ class FakeServer:
             session=os.urandom(16),
             features=("transfer_query",),
             chunk_size=256,
-            limits=Limits(),
+            limits=self.limits,
             lifeline="" if self._lifeline_path is None else str(self._lifeline_path),
         )
 
@@ -165,12 +166,13 @@ class FakeServer:
             self._greeted.add(identity)
         meta = ReplyMeta(self.boot_id) if identity in self._greeted else None
         try:
-            reply = encode_result(request.uid, request.op_frame, self.answers[name](request), meta)
+            result = self.answers[name](request)
+            reply = [*map(bytes, encode_result(request.uid, request.op_frame, result, meta))]
         except Silence:
             return
         except RequestError as error:
             failed = ReplyMeta(self.boot_id, error.code, error.message)
-            reply = encode_error(request.uid, request.op_frame, failed)
+            reply = [*encode_error(request.uid, request.op_frame, failed)]
         if self.holding:
             self.held.append([identity, *reply])
         else:

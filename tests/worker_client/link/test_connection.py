@@ -9,6 +9,7 @@ import pytest
 
 from lmcache_qclient.link.connection import Connection
 from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.operations import NOOP
 from tests.worker_client.link.fake_server import FakeServer
 
@@ -39,6 +40,72 @@ def test_a_lifeline_out_of_reach(server: FakeServer, tmp_path: Path) -> None:
     connection = Connection.open(server.url, client="test")
     assert connection.lifeline is None
     assert "not reachable" in connection.no_lifeline_because
+    connection.close()
+
+
+def takes_inline(server: FakeServer) -> None:
+    server.limits = Limits(bulk_bytes=1 << 20)
+
+
+def test_the_lifeline_is_taken_where_it_can_be_reached(server: FakeServer) -> None:
+    takes_inline(server)
+    connection = Connection.open(server.url, client="test")
+    assert connection.transport == "shm"
+    connection.close()
+
+
+def test_bytes_go_inline_where_it_can_not_and_the_log_says_so_once(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    takes_inline(server)
+    (tmp_path / "lifeline.sock").unlink()
+    connection = Connection.open(server.url, client="test")
+    assert connection.transport == "inline"
+    connection.renew()
+    assert connection.transport == "inline"
+    assert sum("go inline" in record.message for record in caplog.records) == 1
+    connection.close()
+
+
+def test_inline_by_choice_leaves_the_lifeline_alone(server: FakeServer) -> None:
+    takes_inline(server)
+    connection = Connection.open(server.url, client="test", transport="inline")
+    assert connection.transport == "inline"
+    assert connection.lifeline is None
+    assert not server.lifelines
+    connection.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "inline"])
+def test_a_server_that_takes_nothing_inline(
+    server: FakeServer, tmp_path: Path, transport: str
+) -> None:
+    (tmp_path / "lifeline.sock").unlink()
+    connection = Connection.open(server.url, client="test", transport=transport)
+    assert (connection.transport, connection.lifeline) == ("shm", None)
+    assert "allow-inline" in connection.no_lifeline_because
+    connection.close()
+
+
+def test_shm_by_choice_never_goes_inline(server: FakeServer, tmp_path: Path) -> None:
+    takes_inline(server)
+    (tmp_path / "lifeline.sock").unlink()
+    connection = Connection.open(server.url, client="test", transport="shm")
+    assert (connection.transport, connection.lifeline) == ("shm", None)
+    connection.close()
+
+
+def test_an_unknown_transport_is_refused_with_the_list(server: FakeServer) -> None:
+    with pytest.raises(ValueError, match="auto, shm, inline"):
+        Connection.open(server.url, client="test", transport="carrier pigeon")
+
+
+def test_a_renewed_greeting_names_the_session_before_it(server: FakeServer) -> None:
+    connection = Connection.open(server.url, client="test", transport="inline")
+    former = connection.hello.session
+    connection.renew()
+    greetings = [payloads[0] for name, payloads in server.requests if name == "hello"]
+    assert [one.former_session for one in greetings] == [b"", former]
     connection.close()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lmcache_qclient.link.connection import Connection
-from lmcache_qclient.qcache import one_trip, reading
+from lmcache_qclient.qcache import one_trip, pool_map, reading
 from lmcache_qclient.qcache.copies import copy_all
 from lmcache_qclient.qcache.reading import Found, Wanted
 from lmcache_qclient.qcache.session import Session
@@ -85,7 +85,7 @@ def test_a_copy_that_took_longer_than_the_lease_proves_nothing(
     def copy_slowly(copies: Any, threads: int) -> None:
         bench.clock.now += 1.0
 
-    monkeypatch.setattr(reading, "copy_all", copy_slowly)
+    monkeypatch.setattr(pool_map, "copy_all", copy_slowly)
     assert bench.one_trip() is None
 
 
@@ -116,7 +116,7 @@ def test_a_lifeline_that_hung_up_during_the_copy_proves_nothing(
         bench.server.hang_up()
         wait_until(lambda: not lifeline.is_open())
 
-    monkeypatch.setattr(reading, "copy_all", hang_up)
+    monkeypatch.setattr(pool_map, "copy_all", hang_up)
     assert bench.one_trip() is None
 
 
@@ -177,6 +177,6 @@ def test_the_long_way_asks_when_the_time_of_a_lease_is_over(
         bench.clock.now += 1.0
         copy_all(copies, threads)
 
-    monkeypatch.setattr(reading, "copy_all", copy_slowly)
+    monkeypatch.setattr(pool_map, "copy_all", copy_slowly)
     assert reading.read(bench.session, WANTED, found, bench.out).num_tokens == 4 * CHUNKS
     assert bench.store.granted == 2, "the first proved nothing, and was read again"

@@ -296,19 +296,27 @@ def test_several_layouts_of_one_model(daemon: RunningDaemon) -> None:
             assert result.tensor.shape[0] == len(layout.layer_ids)
 
 
-def test_without_a_way_to_the_servers_memory(daemon: RunningDaemon) -> None:
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_without_a_way_to_the_servers_memory(daemon: RunningDaemon, transport: str) -> None:
+    """Bytes come inline, unless the caller wants them by no other way than memory."""
     engine = Engine(daemon.url, layout_of())
     engine.store(TOKENS, range(5))
-    with opened(daemon) as context:
+    with connect(daemon.url, daemon.http_url, transport=transport) as context:
+        mapped = context.retrieve(TOKENS).tensor
         daemon_socket = daemon.folder / "lifeline.sock"
         daemon_socket.rename(daemon.folder / "moved.sock")
         context._session._renew()
         assert context.lookup(TOKENS).num_tokens == 5 * CHUNK
-        with pytest.raises(RequestError) as caught:
-            context.retrieve(TOKENS)
+        if transport == "auto":
+            assert context.transport == "inline"
+            inline = context.retrieve(TOKENS).tensor
+            assert torch.equal(inline.view(torch.int16), mapped.view(torch.int16))
+        else:
+            with pytest.raises(RequestError) as caught:
+                context.retrieve(TOKENS)
+            assert caught.value.code is ErrorCode.LIFELINE_REQUIRED
         (daemon.folder / "moved.sock").rename(daemon_socket)
     engine.close()
-    assert caught.value.code is ErrorCode.LIFELINE_REQUIRED
 
 
 def test_nobody_there() -> None:

@@ -50,7 +50,8 @@ def test_every_value_lands_where_it_belongs(
     )
     # a part of a larger tensor, as one rank's layers and heads are
     whole = np.full((layers + 1, tokens + 2, heads + 1, head_dim), 7, bits_dtype(dtype))
-    copy_all(list(row_copies(pool, stored, (0, tokens), whole[1:, 1:-1, :-1])), threads=1)
+    chunk_bytes = pool[stored.offset : stored.offset + stored.nbytes]
+    copy_all(list(row_copies(chunk_bytes, stored, (0, tokens), whole[1:, 1:-1, :-1])), threads=1)
     assert np.array_equal(whole[1:, 1:-1, :-1], want)
     assert (whole[0] == 7).all()
     assert (whole[:, [0, -1]] == 7).all()

@@ -93,14 +93,21 @@ def test_all_switches() -> None:
             "lmcache.q.tails": "false",
             "lmcache.q.on_full": "wait",
             "lmcache.q.full_wait_s": 0.25,
+            "lmcache.q.transport": "inline",
             "lmcache.q.layers": "0,5",
             "lmcache.q.tokens": "prompt",
             "lmcache.q.sample": "0.5",
         }
     )
     ring = RingSettings(12, 3, 1000, False, 0.25, parse_layers("0,5"))
-    assert settings == Settings((), "tcp://h:1", ring, 2.5, 1.0, "prompt", 0.5)
-    assert len(KNOWN) == 12, "a new switch belongs into this test"
+    assert settings == Settings((), "tcp://h:1", ring, 2.5, 1.0, "prompt", 0.5, "inline")
+    assert len(KNOWN) == 13, "a new switch belongs into this test"
+
+
+@pytest.mark.parametrize("value", ["tcp", "", None, 1])
+def test_an_unknown_transport_is_refused_with_the_list(value: object) -> None:
+    with pytest.raises(ValueError, match="auto, shm, inline"):
+        parse_settings({"lmcache.q.transport": value})
 
 
 @pytest.mark.parametrize(("given", "blocks"), [(5, 5), (0, 1), (-3, 1), ("7", 7)])

@@ -6,7 +6,8 @@ heartbeat's thread calls; those only register again and count up `_generation`.
 Whose are a ring block's bytes? The ledger's while its chunk is open, the adapter's from
 `submit_q_store_request` until the server has answered. Without an answer the blocks wait in quarantine
 until the copy is known to be over: the server's process has died (*it* has closed the lifeline), or has
-taken our ring anew since the store was sent (it drains the old one first).
+taken our ring anew since the store was sent (it drains the old one first). With bytes inline nobody but the sender
+(inline_sender.py) reads them, and it has done with a store's blocks when the store's future is done.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 from lmcache_qclient.capture.account import Account
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.in_flight import InFlight, verdict
+from lmcache_qclient.capture.inline_sender import InlineSender
 from lmcache_qclient.capture.ring import QRingBuffer
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import INLINE, Connection
 from lmcache_qclient.link.health import Heartbeat
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import Layout, layout_id
@@ -32,6 +34,7 @@ from lmcache_qprotocol.messages import (
     RangeKey,
     RingDescription,
     StoreProof,
+    StoreResult,
     WorkerReport,
 )
 from lmcache_qprotocol.operations import REGISTER_Q_CACHE, STORE_Q, UNREGISTER_Q_CACHE
@@ -109,6 +112,8 @@ class QRingBufferAdapter:
             on_restored=self._on_restored,
             ping_payloads=lambda: (self.instance_id, self._report),
         )
+        self._inline = False
+        self._sender = InlineSender(connection, timeout_s, lambda: self._heartbeat.healthy)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -152,20 +157,15 @@ class QRingBufferAdapter:
         registration = self._registration
         if registration is None or self.context is None:
             return
-        ring, lifeline = registration.ring, self.connection.lifeline
-        if lifeline is None or ring.memory is None:
-            raise ConnectionError(
-                "the server's lifeline (a Unix socket) is not reachable from here, and the ring goes over it: "
-                "run the server on this host, or mount its runtime directory into this container"
-            )
-        token = lifeline.offer_ring(ring.memory.fd, ring.nbytes)
+        ring, inline = registration.ring, self.connection.transport == INLINE
         description = RingDescription(
             layout=registration.layout,
             num_blocks=ring.num_blocks,
             block_size=ring.block_size,
             chunk_size=self.context.tokens_per_chunk,
-            ring_token=token,
-            stamps_offset=ring.stamps_offset,
+            ring_token=bytes(16) if inline else self._offer(ring),
+            stamps_offset=0 if inline else ring.stamps_offset,
+            inline=inline,
         )
         payloads: tuple[object, ...] = (
             self.instance_id,
@@ -179,6 +179,18 @@ class QRingBufferAdapter:
         )
         connection = self.connection
         connection.link.call(REGISTER_Q_CACHE, payloads, self._timeout_s, connection.is_alive)
+        self._inline = inline
+
+    def _offer(self, ring: QRingBuffer) -> bytes:
+        """Hand the ring's memory over; its token."""
+        lifeline = self.connection.lifeline
+        if lifeline is None or ring.memory is None:
+            raise ConnectionError(
+                "the server's lifeline (a Unix socket) is not reachable from here, and the ring goes over it: "
+                "run the server on this host, mount its runtime directory into this container, or let bytes go inline "
+                f"(lmcache.q.transport: auto): {self.connection.no_lifeline_because}"
+            )
+        return lifeline.offer_ring(ring.memory.fd, ring.nbytes)
 
     def reregister_q_ring(self) -> None:
         """Register the same ring again, after the server came back; nothing if no ring was ever built.
@@ -200,6 +212,7 @@ class QRingBufferAdapter:
         self._give_up_unanswered()
         self.update_report()
         self._heartbeat.stop()
+        self._sender.close()
         if self._registration is not None:
             try:
                 payloads = (self.instance_id, self._report)
@@ -209,6 +222,7 @@ class QRingBufferAdapter:
                 logger.warning("could not unregister the query ring, shutdown goes on: %s", error)
         self._registration = None
         self.connection.close()
+        self._sender.join()
 
     # --- storing ----------------------------------------------------------------------------------------------
 
@@ -237,10 +251,10 @@ class QRingBufferAdapter:
             piece_items=chunk.piece_items,
         )
         proof = StoreProof(nonces=(chunk.nonce,), claim=chunk.claim)
-        payloads = (key, self.instance_id, (chunk.blocks,), b"", proof)
         generation = self._generation  # read before sending, so that it is never too new
+        inline = self._inline
         try:
-            future = self.connection.link.submit(STORE_Q, payloads)
+            future = self._submit(chunk, key, proof, inline)
         except Exception as error:  # noqa: BLE001 - one request's odd key must not cost other requests theirs
             # Not its repr: that of a UnicodeEncodeError shows all of the text, which may be a salt.
             told = f"a store can't be encoded: {type(error).__name__}: {error}"
@@ -248,8 +262,17 @@ class QRingBufferAdapter:
             self._settle(chunk, LossReason.CAPTURE_DISABLED)
             return None
         sequence = next(self._sequence)
-        self._in_flight[sequence] = InFlight(chunk, future, generation)
+        self._in_flight[sequence] = InFlight(chunk, future, generation, inline)
         return sequence
+
+    def _submit(
+        self, chunk: FinishedChunk, key: RangeKey, proof: StoreProof, inline: bool
+    ) -> concurrent.futures.Future[StoreResult]:
+        if not inline or self._registration is None:
+            payloads = (key, self.instance_id, (chunk.blocks,), b"", proof)
+            return self.connection.link.submit(STORE_Q, payloads)
+        ring = self._registration.ring
+        return self._sender.submit(key, self.instance_id, proof, ring, chunk.blocks)
 
     def reclaim_finished_q_stores(self) -> int:
         """Give the blocks of finished stores back and count their tokens; never waits.
@@ -260,7 +283,7 @@ class QRingBufferAdapter:
         done = [sequence for sequence, item in self._in_flight.items() if item.future.done()]
         for sequence in done:
             item = self._in_flight.pop(sequence)
-            end = verdict(item.future)
+            end = verdict(item.future, item.gathered_here)
             if end.reason is not None:
                 self._log_refusal(end.reason, end.message)
             if end.stranger:

@@ -20,11 +20,13 @@ class InFlight:
         chunk: its blocks are ours until the store has ended.
         future: of the answer.
         generation: how often the ring had been registered again when the store was sent.
+        gathered_here: this process reads the blocks, and has done with them when the future is done.
     """
 
     chunk: FinishedChunk
     future: Future[StoreResult]
     generation: int = 0
+    gathered_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class Verdict:
     stranger: bool = False
 
 
-def verdict(future: Future[StoreResult]) -> Verdict:
+def verdict(future: Future[StoreResult], gathered_here: bool = False) -> Verdict:
     """Read a finished future.
 
     An answer, even an error, tells that the server is done with the blocks. No answer tells nothing: the copy may still
-    be running in a server that hangs.
+    be running in a server that hangs, unless it was not the server that read the blocks.
     """
     error = future.exception()
     if error is None:
@@ -57,7 +59,9 @@ def verdict(future: Future[StoreResult]) -> Verdict:
         stranger = error.code is ErrorCode.UNKNOWN_INSTANCE
         return Verdict(LossReason.SERVER_UNAVAILABLE, True, str(error), stranger)
     never_sent = isinstance(future, ReplyFuture) and not future.uid
-    return Verdict(LossReason.SERVER_UNAVAILABLE, copy_over=never_sent, message=str(error))
+    return Verdict(
+        LossReason.SERVER_UNAVAILABLE, copy_over=never_sent or gathered_here, message=str(error)
+    )
 
 
 def _answered(result: StoreResult) -> Verdict:

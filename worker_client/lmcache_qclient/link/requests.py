@@ -12,6 +12,8 @@ Invariants:
 - The socket queues nothing for a server that is not there (ZMQ_IMMEDIATE); requests wait in `_backlog`, from which the
   forgotten ones are thrown out, so that it stays bounded as `_pending` is.
 - Every request carries the generation of the socket that it was meant for, and goes over no other.
+- Bulk frames (plain bytes, in either direction) are copied neither on the way out nor on the way in. Whoever sends one
+  leaves its memory alone until the request has ended.
 - A forked child has none of this: there every method fails at once, or does nothing.
 """
 
@@ -31,7 +33,14 @@ import msgspec
 import zmq
 
 from lmcache_qclient.link.wake import Wake
-from lmcache_qprotocol.codec import decode_reply, decode_uid, encode, encode_request
+from lmcache_qprotocol.codec import (
+    BULK_REPLIES,
+    Frame,
+    decode_reply,
+    decode_uid,
+    encode,
+    encode_request,
+)
 from lmcache_qprotocol.errors import ProtocolError
 from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.messages import ReplyMeta
@@ -40,6 +49,7 @@ from lmcache_qprotocol.operations import Operation
 logger = logging.getLogger(__name__)
 
 NOBLOCK = int(zmq.NOBLOCK)
+RCVMORE = int(zmq.RCVMORE)
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 LOOK_S = 0.1
@@ -69,7 +79,8 @@ class _Pending(NamedTuple):
 class _Outgoing(NamedTuple):
     generation: int
     uid: bytes
-    frames: list[bytes]
+    frames: list[Frame]
+    is_bulk: bool
 
 
 class RequestLink:
@@ -141,9 +152,10 @@ class RequestLink:
             return _failed(refusal)
         uid = encode(next(self._numbers))
         frames = encode_request(uid, operation, payloads)
+        is_bulk = operation.has_bulk_payload
         future = ReplyFuture(uid)
         self._pending[uid] = _Pending(operation, future)
-        self._outbox.append(_Outgoing(self._generation, uid, frames))
+        self._outbox.append(_Outgoing(self._generation, uid, frames, is_bulk))
         self._wake.set()
         if self._closed:  # closed meanwhile: `close` may have looked before this request was there
             self._fail(uid, self._closed_error())
@@ -328,7 +340,8 @@ class RequestLink:
                 return False  # meant for the next socket; `reconnect` has set the wake
             if item.generation == generation and item.uid in self._pending:
                 try:
-                    self._socket.send_multipart(item.frames, NOBLOCK)
+                    # Frames below 64 KiB are copied all the same: that is cheaper for them.
+                    self._socket.send_multipart(item.frames, NOBLOCK, copy=not item.is_bulk)
                 except zmq.Again:
                     return True
             backlog.popleft()
@@ -342,12 +355,21 @@ class RequestLink:
 
     def _receive(self) -> None:
         try:
-            frames = self._socket.recv_multipart(NOBLOCK)
+            frames = self._receive_frames()
         except zmq.Again:
             return
         self._complete(frames)
 
-    def _complete(self, frames: list[bytes]) -> None:
+    def _receive_frames(self) -> list[Any]:
+        frames: list[Any] = [self._socket.recv(NOBLOCK)]
+        while self._socket.getsockopt(RCVMORE):
+            if len(frames) == 2 and frames[1] in BULK_REPLIES:
+                frames.append(self._socket.recv(NOBLOCK, copy=False).buffer)
+            else:
+                frames.append(self._socket.recv(NOBLOCK))
+        return frames
+
+    def _complete(self, frames: list[Frame]) -> None:
         try:
             uid, _ = decode_uid(frames)
         except ProtocolError as error:
@@ -363,7 +385,7 @@ class RequestLink:
         else:
             pending.future.set_result(result)
 
-    def _decode(self, frames: list[bytes], operation: Operation) -> Any:
+    def _decode(self, frames: list[Frame], operation: Operation) -> Any:
         try:
             self._note_boot_id(_reply_meta.decode(frames[3]).boot_id if len(frames) > 3 else None)
             return decode_reply(frames, operation).result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import AUTO, Connection
 from lmcache_qclient.qcache import one_trip
 from lmcache_qclient.qcache.arguments import Item, Lora, identity_of
 from lmcache_qclient.qcache.asked import FEATURE, Asked, feature_of
@@ -40,6 +40,7 @@ def connect(
     model_name: str | None = None,
     *,
     timeout_s: float = 10.0,
+    transport: str = AUTO,
 ) -> QCacheContext:
     """Connect to a server; use the result in a `with` block, or `close` it.
 
@@ -48,12 +49,16 @@ def connect(
         http_url: of its HTTP side, where it tells what is stored.
         model_name: as the engine calls it; None when the server knows only one.
         timeout_s: for every answer, seconds.
+        transport: "shm", memory that the server's Unix socket passes; "inline", bytes in messages, from wherever `url`
+            is reachable: the same results, slower; or "auto", the first where it can be had.
 
     Raises:
         ConnectionError: nobody answers at `url` or `http_url`.
-        ValueError: no model was named and the server knows several.
+        ValueError: no model was named and the server knows several; or there is no such transport.
     """
-    connection = Connection.open(url, client=f"qcache/{os.getpid()}", timeout_s=timeout_s)
+    connection = Connection.open(
+        url, client=f"qcache/{os.getpid()}", timeout_s=timeout_s, transport=transport
+    )
     context = QCacheContext(Session(connection, timeout_s), http_url, model_name, timeout_s)
     try:
         context.refresh()
@@ -95,6 +100,11 @@ class QCacheContext:
     def close(self) -> None:
         """Close the connection; tensors stay valid. Idempotent."""
         self._session.close()
+
+    @property
+    def transport(self) -> str:
+        """How bytes come now: "shm" or "inline"."""
+        return self._session.connection.transport
 
     # --- what is stored -----------------------------------------------------------------------------------------
 

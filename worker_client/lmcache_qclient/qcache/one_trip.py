@@ -25,6 +25,7 @@ from lmcache_qclient.qcache.reading import (
 )
 from lmcache_qclient.qcache.session import Session
 from lmcache_qclient.qcache.stitch import Bits
+from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import ChunkQuery, RetrieveReply
 from lmcache_qprotocol.operations import RELEASE_Q, RETRIEVE_Q
 
@@ -85,6 +86,10 @@ def read(session: Session, wanted: Wanted, leased: Leased, target: Bits, threads
         )
         shortest_ms = min((reply.lease_ms for _, _, reply in leased.replies), default=0)
         held = leased.found.num_tokens == 0 or session.still_leased(leased.asked_at, shortest_ms)
+    except RequestError as error:
+        if error.code is not ErrorCode.UNKNOWN_LEASE:
+            raise
+        return False
     finally:
         give_back(session, leased.replies)
     return whole and held

@@ -1,14 +1,17 @@
-"""The server's pool, mapped for reading."""
+"""The server's pool, mapped for reading: the source of a reader on the server's host."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_qclient.link.lifeline import LifelineClient
+from lmcache_qclient.qcache.copies import Copy, copy_all
+from lmcache_qclient.qcache.source import ChunkRead
 
 MADV_POPULATE_READ = 22
 """Linux 5.14; the mmap module has no name for it."""
@@ -52,6 +55,15 @@ class PoolMap:
             mapped = mmap.mmap(self.lifeline.pool_fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
             self._bytes = np.frombuffer(mapped, dtype=np.uint8)
         return self._bytes
+
+    def read(self, lease_id: int, reads: Sequence[ChunkRead], threads: int) -> None:
+        """See `Source`. It can't tell whether the lease holds: `Session.still_leased` does, behind the last byte."""
+        copies: list[Copy] = []
+        for one in reads:
+            begin, end = one.chunk.offset, one.chunk.offset + one.chunk.nbytes
+            self.populate(begin, one.chunk.nbytes)
+            copies += one.copies(self.bytes()[begin:end])
+        copy_all(copies, threads)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Get the pages of a range of the pool that is about to be read; a kernel that can't leaves it to faults."""

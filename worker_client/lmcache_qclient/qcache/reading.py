@@ -5,7 +5,7 @@ asked for again by their tokens: then the server answers with whatever pieces ag
 
 What has been copied counts only when its lease is known to have held: by its time (`Session.still_leased`), else by the
 server, which confirms the release. A lease that had run out before does not protect what was read under it, so the
-batch is read again.
+batch is read again. Bytes that come in answers bring the proof along (`fetched.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache_qclient.qcache.catalog import RankPart, StoredLayout
-from lmcache_qclient.qcache.copies import Copy, copy_all
 from lmcache_qclient.qcache.retrieval import MissingChunk
 from lmcache_qclient.qcache.session import Session
-from lmcache_qclient.qcache.stitch import Bits, check_chunk, row_copies
+from lmcache_qclient.qcache.source import ChunkRead
+from lmcache_qclient.qcache.stitch import Bits, check_chunk
 from lmcache_qprotocol.errors import ErrorCode, QServerError, RequestError
 from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.limits import MAX_PARTIALS
@@ -346,6 +346,12 @@ def _read_batch(
         reply: RetrieveReply = session.ask(RETRIEVE_Q, (batch.query,))
         try:
             copied = copy_leading(session, wanted, part, batch, reply, target, threads)
+        except RequestError as error:
+            with contextlib.suppress(QServerError, ConnectionError):
+                _release(session, reply)
+            if error.code is ErrorCode.UNKNOWN_LEASE:
+                continue
+            raise
         except BaseException:
             with contextlib.suppress(QServerError, ConnectionError):
                 _release(session, reply)
@@ -369,14 +375,14 @@ def copy_leading(
     threads: int = 1,
 ) -> int:
     """Copy the rows that follow each other from the batch's first; up to which token of the sequence."""
-    copies: list[Copy] = []
+    reads: list[ChunkRead] = []
     copied = batch.chunk * wanted.chunk_size
     if not reply.chunks:
         return copied
-    pool = session.pool()
+    source = session.source()
     runs = wanted.layer_runs(part)
-    for chunk in reply.chunks:
-        check_chunk(chunk, part.layout, wanted.chunk_size, pool.nbytes)
+    for place, chunk in enumerate(reply.chunks):
+        check_chunk(chunk, part.layout, wanted.chunk_size, source.nbytes)
         base = (batch.chunk + chunk.index) * wanted.chunk_size
         first, end = chunk.valid if chunk.valid is not None else chunk.rows
         start, stop = base + first, min(base + end, batch.end)
@@ -384,13 +390,16 @@ def copy_leading(
             break
         if stop > copied:
             rows = copied - base, stop - base
-            pool.populate(chunk.offset, chunk.nbytes)
-            for to, stored, count in runs:
-                mine = target[to : to + count, copied:stop, slice(*part.heads)]
-                layers = slice(stored, stored + count)
-                copies += row_copies(pool.bytes(), chunk, rows, mine, layers)
+            parts = tuple(
+                (
+                    target[to : to + count, copied:stop, slice(*part.heads)],
+                    slice(stored, stored + count),
+                )
+                for to, stored, count in runs
+            )
+            reads.append(ChunkRead(place, chunk, rows, parts))
             copied = stop
-    copy_all(copies, threads)
+    source.read(reply.lease_id, reads, threads)
     return copied
 
 

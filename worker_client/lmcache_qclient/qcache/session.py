@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lmcache_qclient.link.connection import Connection
+from lmcache_qclient.link.connection import INLINE, Connection
+from lmcache_qclient.link.requests import ReplyFuture
+from lmcache_qclient.qcache.fetched import Fetched
 from lmcache_qclient.qcache.pool_map import PoolMap
+from lmcache_qclient.qcache.source import Source
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.operations import Operation
 
 Result = TypeVar("Result")
+
+CLOSE_S = 1.0
+"""How long `close` waits for an answer."""
 
 _STRANGER = frozenset({ErrorCode.HELLO_REQUIRED, ErrorCode.LIFELINE_REQUIRED})
 """What a server says that does not know our session."""
@@ -38,6 +45,8 @@ class Session:
         self._clock = clock
         self._lock = threading.Lock()
         self._pool: PoolMap | None = None
+        self._fetched: Fetched | None = None
+        self._told: ReplyFuture | None = None
         self._broken = False
 
     def run(self, work: Callable[[], Result]) -> Result:
@@ -67,7 +76,7 @@ class Session:
 
     def tell(self, operation: Operation, payloads: tuple[Any, ...]) -> None:
         """One request whose answer nobody waits for; only inside `run`. Its failure is of no concern."""
-        self.connection.link.submit(operation, payloads)
+        self._told = self.connection.link.submit(operation, payloads)
 
     def now(self) -> float:
         """Seconds, monotonic; what leases are measured in."""
@@ -83,16 +92,22 @@ class Session:
             asked_at: seconds, before the request was sent.
             lease_ms: as the reply said; 0 when it did not.
         """
+        if self.connection.transport == INLINE:
+            return True  # the server answered for every byte, which it does under a lease that holds only
         lifeline = self.connection.lifeline
         in_time = (self._clock() - asked_at) * 1000 < lease_ms
         return in_time and lifeline is not None and lifeline.is_open()
 
-    def pool(self) -> PoolMap:
-        """The server's pool for reading; only inside `run`.
+    def source(self) -> Source:
+        """What reads the bytes of leases; only inside `run`.
 
         Raises:
-            RequestError(lifeline_required): the server's memory can't be reached from here.
+            RequestError(lifeline_required): the server's memory can't be reached from here, and bytes don't go inline.
         """
+        if self.connection.transport == INLINE:
+            if self._fetched is None:
+                self._fetched = Fetched(self.connection, self._timeout_s)
+            return self._fetched
         lifeline = self.connection.lifeline
         if lifeline is None:
             raise RequestError(
@@ -108,7 +123,14 @@ class Session:
         """Close the connection; the mapping goes with the last array over it."""
         with self._lock:
             self._pool = None
+            self._wait_for_what_was_told()
             self.connection.close()
+
+    def _wait_for_what_was_told(self) -> None:
+        """Without a lifeline only the last release gives leases back before their time."""
+        if self.connection.transport == INLINE and self._told is not None:
+            with contextlib.suppress(Exception):  # it is of no concern any more
+                self._told.exception(CLOSE_S)
 
     def _is_stale(self) -> bool:
         return self._broken or not self.connection.is_alive()

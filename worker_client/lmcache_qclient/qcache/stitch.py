@@ -75,7 +75,7 @@ def _wrong(chunk: StoredChunk, what: str) -> ProtocolError:
 
 
 def row_copies(
-    pool: npt.NDArray[np.uint8],
+    chunk_bytes: npt.NDArray[np.uint8],
     chunk: StoredChunk,
     rows: tuple[int, int],
     target: Bits,
@@ -84,14 +84,14 @@ def row_copies(
     """The copies that bring rows [a, b) of a checked chunk to the caller's tensor, one per block.
 
     Args:
-        pool: uint8 `[pool_bytes]`.
+        chunk_bytes: uint8 `[chunk.nbytes]`.
         rows: among `chunk.rows`, counted from the chunk's start as they are.
         target: `[layers, b - a, heads, head_dim]` of the same width of element; any strides.
         stored_layers: those of the chunk that go there, as many as `target` has.
     """
     blocks, layers, block_size, _ = chunk.shape
     heads, head_dim = target.shape[2:]
-    source = pool[chunk.offset : chunk.offset + chunk.nbytes].view(target.dtype)
+    source = chunk_bytes.view(target.dtype)
     by_block = source.reshape(blocks, layers, block_size, heads, head_dim)
     first_block = chunk.rows[0] // block_size
     row, end = rows

@@ -125,6 +125,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
             self.settings.server_url,
             client="lmcache_qclient.vllm",
             timeout_s=self.settings.connect_timeout_s,
+            transport=self.settings.transport,
         )
         return QRingBufferAdapter(
             connection,

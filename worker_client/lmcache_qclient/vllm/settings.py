@@ -11,6 +11,7 @@ from lmcache_qclient.capture.layer_selection import LayerSelection, parse_layers
 from lmcache_qclient.capture.ring_size import DEFAULT_RING_BYTES, RingSettings
 from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
+from lmcache_qclient.link.connection import AUTO, TRANSPORTS
 from lmcache_qclient.vllm.selection import check_tokens
 
 TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
@@ -24,6 +25,7 @@ KNOWN: dict[str, str] = {
     "lmcache.q.on_full": "when the ring is full: drop rows (counted as ring_full), or wait for stores (drop)",
     "lmcache.q.full_wait_s": "with on_full=wait: most seconds that one step waits (0.1)",
     "lmcache.q.tails": "store chunks that were not computed whole, as pieces (true)",
+    "lmcache.q.transport": "how bytes go: shm, inline, or auto: shm where the server's Unix socket is reachable (auto)",
     "lmcache.q.layers": 'layers to capture: "0,5,-1", a range "4-7", a slice "::2" (all)',
     "lmcache.q.tokens": "which tokens to capture: prompt, decode or all (all)",
     "lmcache.q.sample": "share of the requests to capture, 0 to 1, by a hash of the request id (1)",
@@ -43,6 +45,7 @@ class Settings:
         ring: size of the ring, which layers, and whether pieces are stored.
         tokens, sample: see `Selection`.
         connect_timeout_s, heartbeat_s: seconds.
+        transport: one of `TRANSPORTS`.
     """
 
     features: tuple[str, ...] = ()
@@ -52,6 +55,7 @@ class Settings:
     heartbeat_s: float = 10.0
     tokens: str = "all"
     sample: float = 1.0
+    transport: str = AUTO
 
 
 def parse_settings(extra: Mapping[str, Any]) -> Settings:
@@ -84,6 +88,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
             extra, "lmcache.q.connect_timeout_s", defaults.connect_timeout_s
         ),
         heartbeat_s=_seconds(extra, "lmcache.q.heartbeat_s", defaults.heartbeat_s),
+        transport=_transport(extra.get("lmcache.q.transport", defaults.transport)),
     )
 
 
@@ -125,6 +130,12 @@ def _full_wait_s(extra: Mapping[str, Any]) -> float:
         raise ValueError(f"lmcache.q.on_full is drop or wait, not {on_full!r}")
     wait_s = _seconds(extra, "lmcache.q.full_wait_s", 0.1)
     return wait_s if on_full == "wait" else 0.0
+
+
+def _transport(value: Any) -> str:
+    if value not in TRANSPORTS:
+        raise ValueError(f"lmcache.q.transport is one of {', '.join(TRANSPORTS)}, not {value!r}")
+    return str(value)
 
 
 def _flag(key: str, value: Any) -> bool:
