@@ -175,12 +175,31 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 GroupInfos = Annotated[tuple[GroupInfo, ...], Meta(max_length=MAX_GROUPS)]
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a ring on a device lies.
+
+    Attributes:
+        uuid: of the device, as its driver tells it.
+        handle: interprocess handle of an allocation of the ring's own, which begins with it.
+        nbytes: of the allocation.
+    """
+
+    uuid: Token16
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    nbytes: Count
+
+
 class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A block-major ring in memory that went over the lifeline under `ring_token`.
+    """A block-major ring in memory that went over the lifeline under `ring_token`, or on a device.
 
     Rows lie at byte 0 as `[num_blocks, num_layers, block_size, hidden_dim]`, num_layers and
     hidden_dim as in `layout`. Stamps (stamps.py) lie at `stamps_offset` as int64 `[num_blocks,
     block_size]`.
+
+    Attributes:
+        kind: "shm" is host memory that went over the lifeline, "cuda" memory of an NVIDIA device; a
+            server refuses a kind that it does not know, and names those that it does.
+        device: of a ring on a device; `ring_token` is then any 16 bytes.
     """
 
     layout: Layout
@@ -189,6 +208,8 @@ class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     ring_token: Token16
     stamps_offset: Count
+    kind: Annotated[str, Meta(max_length=32)] = "shm"
+    device: DeviceMemory | None = None
 
 
 # --- storing --------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class ChunkCopy:
         layers: of a block, `[layers, block_size, ...]`; only needed where not all rows are copied.
         digest: for the target's checksum. A backend may feed it while it copies, in order, if all rows of the blocks
             are the chunk's; its length tells whether one has.
+        offset: of the target in the pool; only needed where another process copies.
     """
 
     block_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class ChunkCopy:
     rows: int | None = None
     layers: int = 1
     digest: Digest | None = None
+    offset: int = 0
 
     def is_whole(self, block_size: int) -> bool:
         """Whether all rows of its blocks are its own."""
@@ -91,8 +93,9 @@ def copy_chunks(
     for index, chunk in enumerate(chunks):
         block_size = ring.stamps.shape[1]
         _copy_rows(ring.rows, chunk, block_size, crew)
-        _clear_others(chunk, block_size)
-        fault = _check_stamps(ring.stamps, chunk, index)
+        clear_others(chunk, block_size)
+        found = ring.stamps.take(chunk.block_ids, axis=0).reshape(-1)
+        fault = check_stamps(found, chunk, index)
         if fault is not None:
             return fault
     return None
@@ -121,7 +124,7 @@ def _copy_rows(rows: npt.NDArray[np.uint8], chunk: ChunkCopy, block_size: int, c
     )
 
 
-def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
+def clear_others(chunk: ChunkCopy, block_size: int) -> None:
     """Zero the target's rows that are not the chunk's: they lie before it in the first block, behind it in the last."""
     if chunk.is_whole(block_size):
         return
@@ -132,8 +135,14 @@ def _clear_others(chunk: ChunkCopy, block_size: int) -> None:
         blocks[-1, :, behind:] = 0
 
 
-def _check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -> StampFault | None:
-    found = stamps.take(chunk.block_ids, axis=0).reshape(-1)[chunk.skip :][: chunk.rows]
+def check_stamps(stamps: npt.NDArray[np.int64], chunk: ChunkCopy, index: int) -> StampFault | None:
+    """Whether the stamps that were behind a chunk's rows are the chunk's.
+
+    Args:
+        stamps: int64 `[len(block_ids) * block_size]`, of the chunk's blocks in order.
+        index: the chunk's place, for the fault.
+    """
+    found = stamps[chunk.skip :][: chunk.rows]
     expected = _row_numbers(found.size) + chunk.first_stamp
     if (
         found.tobytes() == expected.tobytes()

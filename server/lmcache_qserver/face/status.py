@@ -23,6 +23,7 @@ class ServerState:
     Attributes:
         url, http_url, lifeline: as bound.
         started: clock at the start.
+        devices: processes of devices.
         populated: the pool has real pages.
         bound: all sockets listen.
         stopping: no new work is taken.
@@ -36,6 +37,7 @@ class ServerState:
     clients: Clients
     clock: Callable[[], float]
     started: float
+    devices: Callable[[], list[dict[str, Any]]] = list
     url: str = ""
     http_url: str = ""
     lifeline: str = ""
@@ -63,6 +65,7 @@ class ServerState:
         return StatusReport(
             version=STATUS_VERSION,
             server=self._server(),
+            devices=self.devices(),
             **msgspec.structs.asdict(self.module.report()),
         )
 

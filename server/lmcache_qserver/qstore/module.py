@@ -194,6 +194,12 @@ class QStoreModule:
         await self._lifecycle.release(stale, ReleaseCause.REAPED)
         return [instance.instance_id for instance in stale]
 
+    async def release_lost(self) -> list[InstanceId]:
+        """Release the instances whose ring is out of reach; their ids. Call it when a device's process has ended."""
+        lost = [instance for instance in self.registry if instance.ring.lost]
+        await self._lifecycle.release(lost, dead=True)
+        return [instance.instance_id for instance in lost]
+
     # --- storing ------------------------------------------------------------------------------------------------
 
     async def store_q(

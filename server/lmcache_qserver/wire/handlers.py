@@ -8,7 +8,15 @@ from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
-from lmcache_qprotocol.messages import PROTOCOL_VERSION, HelloReply, StoreResult, VerifyReply
+from lmcache_qprotocol.messages import (
+    PROTOCOL_VERSION,
+    HelloReply,
+    RingDescription,
+    StoreResult,
+    VerifyReply,
+)
+from lmcache_qserver.copying import RingSource
+from lmcache_qserver.device.processes import DeviceProcesses
 from lmcache_qserver.qstore import QStoreModule
 from lmcache_qserver.wire.clients import Client, Clients, Session
 from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
@@ -18,6 +26,7 @@ class Handlers:
     """The handlers of all operations; `table` is the dispatch table.
 
     Args:
+        devices: where rings come from that lie on a device.
         lifeline: path of the Unix socket, for the reply to hello.
         clock: monotonic seconds.
     """
@@ -26,6 +35,7 @@ class Handlers:
         self,
         module: QStoreModule,
         clients: Clients,
+        devices: DeviceProcesses,
         *,
         boot_id: bytes,
         features: tuple[str, ...],
@@ -36,6 +46,7 @@ class Handlers:
     ) -> None:
         self._module = module
         self._clients = clients
+        self._devices = devices
         self._boot_id = boot_id
         self._features = features
         self._chunk_size = chunk_size
@@ -86,15 +97,25 @@ class Handlers:
         session = client.session
         if description is not None or session.gone:
             _require_hello(session)
-        ring = None
-        if description is not None and session.lifeline is not None:
-            ring = session.lifeline.take_ring(description.ring_token)
+        ring = None if description is None else self._take_ring(session, description)
         await self._module.register_q_cache(
             session, instance_id, model_name, world_size, description, ring, self._clock()
         )
         client.registered = client.registered or client.session is session
         if session.gone:  # it went while the ring was opened: what it left behind has to go too
             await self._module.client_gone(session, self._clock())
+
+    def _take_ring(self, session: Session, description: RingDescription) -> RingSource | None:
+        if description.kind not in self._devices.kinds:
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_TRANSPORT,
+                f"this server takes rings of kind {' or '.join(self._devices.kinds)}, not {description.kind!r}",
+            )
+        if session.lifeline is None:
+            return None
+        if description.kind == "shm":
+            return session.lifeline.take_ring(description.ring_token)
+        return self._devices.ring(description)
 
     async def _unregister(self, client: Client, payloads: Payloads) -> None:
         instance_id, report = payloads
