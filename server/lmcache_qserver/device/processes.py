@@ -121,6 +121,8 @@ class DeviceProcess:
             data, _ = receive_packet(self._control, 0)
         except BlockingIOError:
             return False
+        except ConnectionResetError:
+            return True  # it left something unread; what it said comes behind this error
         except OSError:
             data = b""
         if not data:
