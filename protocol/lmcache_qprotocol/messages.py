@@ -189,7 +189,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: Count
 
 
-class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
+class RingDescription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A block-major ring in memory that went over the lifeline under `ring_token`, or on a device.
 
     Rows lie at byte 0 as `[num_blocks, num_layers, block_size, hidden_dim]`, num_layers and

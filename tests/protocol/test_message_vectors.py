@@ -55,6 +55,11 @@ RING = m.RingDescription(
     ring_token=RING_TOKEN,
     stamps_offset=1 << 33,
 )
+DEVICE_RING = msgspec.structs.replace(
+    RING,
+    kind="cuda",
+    device=m.DeviceMemory(uuid=b"\xd1" * 16, handle=b"\x4a" * 64, nbytes=(1 << 33) + 131080),
+)
 GROUP = m.GroupInfo(
     layer_indices=(0, 1), tokens_per_block=16, sw_size_tokens=-1, recurrent_state=False
 )
@@ -158,6 +163,16 @@ CPU_SHM = msgspec.msgpack.Ext(1, b"\x81\xa4type\xa7cpu_shm")
 REQUESTS: dict[str, tuple[Any, ...]] = {
     "hello": (m.Hello(protocol_version=1, client="lmcache_qclient 0.1.0", pid=4242),),
     "register_q_cache native": (4242, (), MODEL, 2, "vllm", {}, (GROUP,), RING),
+    "register_q_cache native, a ring on a device": (
+        4242,
+        (),
+        MODEL,
+        2,
+        "vllm",
+        {},
+        (GROUP,),
+        DEVICE_RING,
+    ),
     "register_q_cache legacy": ("uuid-1", (CPU_SHM,), MODEL, 1, "vllm", HINTS, (GROUP,)),
     "register_q_cache legacy, no hints, no groups": (-(1 << 63), (), "m", 1, "", None, ()),
     "unregister_q_cache native": (4242, REPORT),
