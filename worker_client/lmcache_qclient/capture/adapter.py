@@ -14,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from lmcache_qclient.capture.in_flight import InFlight, verdict
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.link.connection import Connection
 from lmcache_qclient.link.health import Heartbeat
+from lmcache_qclient.link.lifeline import RING_TOKEN_BYTES
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import Layout, layout_id
 from lmcache_qprotocol.limits import MAX_NAME_CHARS
 from lmcache_qprotocol.messages import (
+    DeviceMemory,
     HelloReply,
     RangeKey,
     RingDescription,
@@ -153,12 +156,19 @@ class QRingBufferAdapter:
         if registration is None or self.context is None:
             return
         ring, lifeline = registration.ring, self.connection.lifeline
-        if lifeline is None or ring.memory is None:
+        if lifeline is None or (ring.memory is None and ring.device_memory is None):
             raise ConnectionError(
                 "the server's lifeline (a Unix socket) is not reachable from here, and the ring goes over it: "
                 "run the server on this host, or mount its runtime directory into this container"
             )
-        token = lifeline.offer_ring(ring.memory.fd, ring.nbytes)
+        kind, device = "shm", None
+        if ring.memory is not None:
+            token = lifeline.offer_ring(ring.memory.fd, ring.nbytes)
+        else:
+            memory = ring.device_memory
+            assert memory is not None
+            kind, token = "cuda", os.urandom(RING_TOKEN_BYTES)
+            device = DeviceMemory(uuid=memory.uuid, handle=memory.handle, nbytes=memory.nbytes)
         description = RingDescription(
             layout=registration.layout,
             num_blocks=ring.num_blocks,
@@ -166,6 +176,8 @@ class QRingBufferAdapter:
             chunk_size=self.context.tokens_per_chunk,
             ring_token=token,
             stamps_offset=ring.stamps_offset,
+            kind=kind,
+            device=device,
         )
         payloads: tuple[object, ...] = (
             self.instance_id,
@@ -188,8 +200,13 @@ class QRingBufferAdapter:
         """
         self._send_registration()
 
-    def shutdown_q_ring(self, deadline_s: float = 5.0) -> None:
-        """Wait for stores under way, then tell the server that the ring goes; a time-out is a warning only."""
+    def shutdown_q_ring(self, deadline_s: float = 5.0) -> bool:
+        """Wait for stores under way, then tell the server that the ring goes; a time-out is a warning only.
+
+        Returns:
+            The server uses the ring's memory no more, as far as it has said.
+        """
+        let_go = True
         deadline = time.monotonic() + deadline_s
         for item in list(self._in_flight.values()):
             try:
@@ -206,9 +223,11 @@ class QRingBufferAdapter:
                 timeout_s, is_alive = min(deadline_s, self._timeout_s), self.connection.is_alive
                 self.connection.link.call(UNREGISTER_Q_CACHE, payloads, timeout_s, is_alive)
             except Exception as error:  # noqa: BLE001 - shutting down goes on whatever the server does
+                let_go = False
                 logger.warning("could not unregister the query ring, shutdown goes on: %s", error)
         self._registration = None
         self.connection.close()
+        return let_go
 
     # --- storing ----------------------------------------------------------------------------------------------
 
@@ -237,7 +256,7 @@ class QRingBufferAdapter:
             piece_items=chunk.piece_items,
         )
         proof = StoreProof(nonces=(chunk.nonce,), claim=chunk.claim)
-        payloads = (key, self.instance_id, (chunk.blocks,), b"", proof)
+        payloads = (key, self.instance_id, (chunk.blocks,), self._event_handle, proof)
         generation = self._generation  # read before sending, so that it is never too new
         try:
             future = self.connection.link.submit(STORE_Q, payloads)
@@ -305,6 +324,11 @@ class QRingBufferAdapter:
                 len(unanswered),
             )
             self._quarantine += unanswered
+
+    @property
+    def _event_handle(self) -> bytes:
+        """One event serves all stores: its last record covers every row that has been stamped."""
+        return self._registration.ring.event_handle if self._registration is not None else b""
 
     @property
     def stores_under_way(self) -> int:
