@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import RingDescription
@@ -29,6 +28,7 @@ from lmcache_qserver.device.messages import (
     encode,
     receive_packet,
 )
+from lmcache_qserver.status_report import DeviceReport
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +188,10 @@ class DeviceProcesses:
                 f"the device's process can't be reached ({error}): try again",
             ) from None
 
-    def report(self) -> list[dict[str, Any]]:
+    def report(self) -> list[DeviceReport]:
         """For /status."""
         return [
-            {"device": one.name, "pid": one.pid, "state": _state(one)}
+            DeviceReport(device=one.name, pid=one.pid, state=_state(one))
             for one in sorted(self._all, key=lambda one: (one.name, one.pid))
         ]
 

@@ -12,7 +12,7 @@ from lmcache_qserver import installed_version
 from lmcache_qserver.face.canary import Canary
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.qstore import QStoreModule
-from lmcache_qserver.status_report import STATUS_VERSION, ServerReport, StatusReport
+from lmcache_qserver.status_report import STATUS_VERSION, DeviceReport, ServerReport, StatusReport
 from lmcache_qserver.wire.clients import Clients
 
 
@@ -37,7 +37,7 @@ class ServerState:
     clients: Clients
     clock: Callable[[], float]
     started: float
-    devices: Callable[[], list[dict[str, Any]]] = list
+    devices: Callable[[], list[DeviceReport]] = list
     url: str = ""
     http_url: str = ""
     lifeline: str = ""

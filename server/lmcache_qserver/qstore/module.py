@@ -197,7 +197,7 @@ class QStoreModule:
     async def release_lost(self) -> list[InstanceId]:
         """Release the instances whose ring is out of reach; their ids. Call it when a device's process has ended."""
         lost = [instance for instance in self.registry if instance.ring.lost]
-        await self._lifecycle.release(lost, dead=True)
+        await self._lifecycle.release(lost, ReleaseCause.DEVICE_LOST)
         return [instance.instance_id for instance in lost]
 
     # --- storing ------------------------------------------------------------------------------------------------
