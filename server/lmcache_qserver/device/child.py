@@ -15,7 +15,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_qserver.device.api import DeviceApi
+from lmcache_qserver.device.api import DeviceApi, DeviceError
 from lmcache_qserver.device.messages import Failed, Ready, encode, receive_packet
 from lmcache_qserver.device.ring_server import serve_ring
 
@@ -51,12 +51,15 @@ def make_api(kind: str, uuid: bytes) -> DeviceApi:
     """The device's API in this process.
 
     Raises:
-        DeviceError: there is no such device.
-        ImportError: the package that talks to it is not installed.
+        DeviceError: there is no such device, or the package that talks to it is not installed.
     """
     if kind == "cuda":
-        from lmcache_qserver.device.cuda_api import CudaApi
-
+        try:
+            from lmcache_qserver.device.cuda_api import CudaApi
+        except ImportError as error:
+            raise DeviceError(
+                f'the server needs cuda-bindings ({error}): pip install "lmcache-qserver[cuda]"'
+            ) from None
         return CudaApi(uuid)
     from lmcache_qserver.device.sim_api import SimDevice
     from lmcache_qserver.device.sim_handles import resolve

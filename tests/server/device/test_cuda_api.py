@@ -5,12 +5,14 @@ That shows names, arguments and their types; what the calls do is for tests/gpu.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from lmcache_qserver.device.api import DeviceError, Event, Memory, Stream
+from lmcache_qserver.device.child import make_api
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed (extra [cuda])")
 from cuda.bindings import runtime
@@ -80,3 +82,9 @@ def test_without_a_driver_there_is_no_device() -> None:
         pytest.skip("there is a card here")
     with pytest.raises(DeviceError, match="cudaGetDeviceCount"):
         CudaApi(bytes(16))
+
+
+def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lmcache_qserver.device.cuda_api", None)
+    with pytest.raises(DeviceError, match="pip install"):
+        make_api("cuda", bytes(16))
