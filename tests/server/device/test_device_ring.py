@@ -133,6 +133,7 @@ def test_closing_waits_until_everything_is_given_back(process: PlayedProcess) ->
     closing = threading.Thread(target=process.ring.close)
     closing.start()
     assert receive_message(process.connection) is None, "that is how it asks"
+    closing.join(0.2)
     assert closing.is_alive()
     process.connection.close()
     closing.join(10)

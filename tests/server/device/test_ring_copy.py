@@ -99,6 +99,14 @@ def test_closing_drops_the_memory_then_empties_the_cache_then_collects() -> None
     assert one.device.held == {"streams": 1, "events": 1, "mappings": 0, "pinned": 1}
 
 
+def test_closing_waits_for_what_is_still_queued() -> None:
+    for seed in range(30):
+        one = SimRun(seed)
+        one.copier._queue_rows(chunk_of(one, 0, (0, 2, 4)))
+        one.copier.close()
+        assert one.device.violations == []
+
+
 def test_collecting_before_the_last_reference_is_gone_keeps_the_memory_mapped() -> None:
     """The order that the test above asks for is not a matter of taste."""
     one = SimRun(6)
