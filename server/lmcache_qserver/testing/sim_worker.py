@@ -43,9 +43,10 @@ class SimDeviceWorker:
 
     Args:
         uuid: of the device, 16 bytes.
+        chunk_size: the server's; chunks are written and stored with the default only.
     """
 
-    def __init__(self, uuid: bytes = b"sim-device-no-01") -> None:
+    def __init__(self, uuid: bytes = b"sim-device-no-01", chunk_size: int = CHUNK_SIZE) -> None:
         stamps_offset = NUM_BLOCKS * BLOCK_SIZE * SMALL_LAYOUT.token_bytes
         self.nbytes = stamps_offset + NUM_BLOCKS * BLOCK_SIZE * STAMP_BYTES
         self.fd = os.memfd_create("sim-device")
@@ -62,7 +63,7 @@ class SimDeviceWorker:
             layout=SMALL_LAYOUT,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            chunk_size=CHUNK_SIZE,
+            chunk_size=chunk_size,
             ring_token=os.urandom(16),
             stamps_offset=stamps_offset,
             kind="sim",
