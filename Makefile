@@ -18,7 +18,7 @@ $(1)/bin/python -m pip install --progress-bar off --constraint constraints.txt $
 	|| { grep -v '^WARNING' $(1)/pip.log >&2; exit 1; }
 endef
 
-.PHONY: help demo test test-faults test-prometheus test-vllm check fuzz bench clean
+.PHONY: help demo test test-faults test-prometheus test-vllm test-gpu check fuzz bench clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -39,6 +39,10 @@ test-prometheus: .venv/.ready  ## tests against a real Prometheus
 # The engine's own deprecations are not ours to fix, hence -W.
 test-vllm: .venv-vllm/.ready  ## tests against the real vLLM, on the CPU
 	$(ENGINE_ENV) .venv-vllm/bin/python -m pytest -m vllm -W default
+
+# PYTHON: one whose torch is built for CUDA; the environments here have the CPU's.
+test-gpu:  ## tests on an NVIDIA card (PYTHON=...: one whose torch is built for CUDA)
+	PYTHONPATH=protocol:server:worker_client $(PYTHON) -m pytest -m gpu -s tests/gpu
 
 check: .venv/.ready  ## lint, format, types
 	.venv/bin/ruff check

@@ -35,7 +35,7 @@ Figures = dict[str, dict[str, Any]]
 def figures(rounds: int) -> Figures:
     """All figures that need no engine."""
     found: Figures = {"start": start.measure()}
-    with running_daemon(pool_bytes="3GiB") as server:
+    with running_daemon(pool_bytes="3GiB", allow_inline=True) as server:
         for size in SIZES_MIB:
             print(f"store and retrieve, {size} MiB ...", flush=True)
             for name, value in store_and_retrieve.measure(server, size, rounds).items():

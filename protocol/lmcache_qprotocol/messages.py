@@ -177,16 +177,33 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 GroupInfos = Annotated[tuple[GroupInfo, ...], Meta(max_length=MAX_GROUPS)]
 
 
-class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A block-major ring in memory that went over the lifeline under `ring_token`.
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a ring on a device lies.
+
+    Attributes:
+        uuid: of the device, as its driver tells it.
+        handle: interprocess handle of an allocation of the ring's own, which begins with it.
+        nbytes: of the allocation.
+    """
+
+    uuid: Token16
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    nbytes: Count
+
+
+class RingDescription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A block-major ring in memory that went over the lifeline under `ring_token`, or on a device.
 
     Rows lie at byte 0 as `[num_blocks, num_layers, block_size, hidden_dim]`, num_layers and
     hidden_dim as in `layout`. Stamps (stamps.py) lie at `stamps_offset` as int64 `[num_blocks,
     block_size]`.
 
     Attributes:
-        inline: the server can't reach the ring: its owner uploads what is to be stored. `ring_token`
-            and `stamps_offset` say nothing then.
+        kind: "shm" is host memory that went over the lifeline, "cuda" memory of an NVIDIA device, "inline" memory that
+            the server can't reach: its owner uploads what is to be stored. A server refuses a kind that it does not
+            know, and names those that it does.
+        device: of a ring on a device; `ring_token` is then any 16 bytes, as it is for "inline", where
+            `stamps_offset` says nothing either.
     """
 
     layout: Layout
@@ -195,7 +212,8 @@ class RingDescription(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     ring_token: Token16
     stamps_offset: Count
-    inline: bool = False
+    kind: Annotated[str, Meta(max_length=32)] = "shm"
+    device: DeviceMemory | None = None
 
 
 # --- storing --------------------------------------------------------------------------------------

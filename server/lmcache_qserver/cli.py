@@ -15,6 +15,9 @@ DEFAULT_HTTP_URL = f"http://{Config.http_host}:{Config.http_port}"
 
 
 if TYPE_CHECKING:
+    from lmcache_qserver.device.fork_server import ForkServer
+    from lmcache_qserver.pool import PoolMemory
+
     _ParamType = click.ParamType[Any, Any]
 else:
     _ParamType = click.ParamType  # generic from click 8.4 on
@@ -60,10 +63,23 @@ def _start(**values: Any) -> None:
     # Late: --help and status need neither numpy nor sockets. The pool first, see there.
     from lmcache_qserver.pool.populating import begin
 
-    populating = begin(config.pool_bytes)
+    fork_servers: list[ForkServer] = []
+    populating = begin(
+        config.pool_bytes,
+        lambda memory: fork_servers.extend(_fork_servers(config.device_kind, memory)),
+    )
     from lmcache_qserver.daemon import run
 
-    sys.exit(run(config, populating))
+    sys.exit(run(config, populating, *fork_servers))
+
+
+def _fork_servers(device_kind: str, memory: PoolMemory) -> list[ForkServer]:
+    """The one that starts processes of devices, where there are devices."""
+    if not device_kind:
+        return []
+    from lmcache_qserver.device.fork_server import ForkServer
+
+    return [ForkServer(memory.array)]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -22,6 +22,8 @@ EVICTION = ("lru", "none")
 CHECKSUM = ("deferred", "inline")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DEVICES = ("auto", "cuda", "off", "sim")
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 _T = TypeVar("_T")
 
@@ -145,11 +147,11 @@ class Config:
         60.0, float, "seconds", "A reader's lease ends by itself after this time."
     )
     allow_inline: bool = option(
-        True,
+        False,
         parse_flag,
         "flag",
-        "Let clients that can't reach the lifeline store and read through the url, whoever they are; off: only the "
-        "lifeline's users, who are checked.",
+        "Let clients that can't reach the lifeline (other containers, other hosts) store and read through the url, "
+        "whoever they are; off: only the lifeline's users, who are checked.",
     )
     upload_timeout_s: float = option(
         60.0,
@@ -171,6 +173,12 @@ class Config:
         parse_flag,
         "flag",
         "Accept a url beyond loopback although nothing on it is authenticated.",
+    )
+    devices: str = option(
+        "auto",
+        str,
+        ", ".join(DEVICES),
+        "Devices whose rings are copied; auto: cuda where an NVIDIA driver is, else off; sim: simulated, for tests.",
     )
     log_format: str = option(
         "text", str, ", ".join(LOG_FORMATS), "Form of log lines on standard error."
@@ -205,6 +213,7 @@ class Config:
             raise ConfigError("allow_uid: user ids are not negative")
         _check_choice("eviction", self.eviction, EVICTION)
         _check_choice("checksum", self.checksum, CHECKSUM)
+        _check_choice("devices", self.devices, DEVICES)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         self._check_url()
@@ -222,6 +231,13 @@ class Config:
                 f"url: {self.url} is reachable from other hosts, and keys (CURVE) are not there yet: anybody there "
                 "could read and write. Use 127.0.0.1, or say --allow-insecure-tcp if the network itself is closed"
             )
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of the rings on devices: "cuda" or "sim"; empty where there are none."""
+        if self.devices == "auto":
+            return "cuda" if NVIDIA_DRIVER.exists() else ""
+        return "" if self.devices == "off" else self.devices
 
     @property
     def zmq_endpoint(self) -> str:

@@ -28,6 +28,8 @@ from lmcache_qprotocol.limits import MAX_BULK_BYTES, Limits
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import Config, default_lifeline
 from lmcache_qserver.copying import Crew, RingMemory
+from lmcache_qserver.device.fork_server import ForkServer
+from lmcache_qserver.device.processes import DeviceProcesses
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.face import logs, ready_file, systemd
 from lmcache_qserver.face.http import HttpFace
@@ -73,18 +75,25 @@ class Daemon:
 
     Args:
         populating: the pool's memory, if it has been begun already.
+        fork_server: starts the processes of devices; None: rings lie in host memory only.
 
     Raises:
         StartError: the pool can't be created.
     """
 
-    def __init__(self, config: Config, populating: Populating | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        populating: Populating | None = None,
+        fork_server: ForkServer | None = None,
+    ) -> None:
         self._config = config
         with _start_error(f"the pool of {config.pool_bytes} bytes can't be created (--pool-bytes)"):
             self._populating = populating or Populating(config.pool_bytes)
         self._memory = self._populating.memory
         self._loop = asyncio.get_running_loop()
         self._clock = time.monotonic
+        self._devices = DeviceProcesses(fork_server, config.device_kind, self._device_lost)
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._drained = True
@@ -123,6 +132,7 @@ class Daemon:
             clients=self._clients,
             clock=clock,
             started=clock(),
+            devices=self._devices.report,
         )
         self._lifeline = LifelineServer(
             self._loop,
@@ -198,6 +208,7 @@ class Daemon:
         handlers = Handlers(
             self._module,
             self._clients,
+            self._devices,
             boot_id=state.boot_id,
             features=FEATURES,
             chunk_size=config.chunk_size,
@@ -268,6 +279,13 @@ class Daemon:
 
     def _client_gone(self, session: Session) -> None:
         self._spawn(self._module.client_gone(session, self._clock()))
+
+    def _device_lost(self) -> None:
+        self._spawn(self._release_lost())
+
+    async def _release_lost(self) -> None:
+        for instance_id in await self._module.release_lost():
+            log.warning("instance %r has lost its device, and has been released", instance_id)
 
     async def _expire_leases(self) -> None:
         self._module.expire_leases(self._clock())
@@ -346,6 +364,7 @@ class Daemon:
         with contextlib.suppress(asyncio.TimeoutError):
             timeout_s = CLOSE_S if self._drained else CUT_SHORT_CLOSE_S
             await asyncio.wait_for(self._module.close(), timeout_s)
+        self._devices.close()
         self._crew.close()
         self._populating.stop()
         self._memory.close()
@@ -379,20 +398,27 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(config: Config, populating: Populating | None) -> None:
-    await Daemon(config, populating).run()
+async def _serve(
+    config: Config, populating: Populating | None, fork_server: ForkServer | None
+) -> None:
+    await Daemon(config, populating, fork_server).run()
 
 
-def run(config: Config, populating: Populating | None = None) -> int:
+def run(
+    config: Config,
+    populating: Populating | None = None,
+    fork_server: ForkServer | None = None,
+) -> int:
     """Run the daemon; the process's exit code. 0: stopped by a signal. 1: it could not start.
 
     Args:
         populating: the pool's memory, if it has been begun already.
+        fork_server: as for `Daemon`.
     """
     logs.set_up(config.log_format, config.log_level)
     _allow_many_files()
     try:
-        uvloop.run(_serve(config, populating))
+        uvloop.run(_serve(config, populating, fork_server))
     except StartError as error:
         print(f"lmcache-qserver: {error}", file=sys.stderr)
         return 1

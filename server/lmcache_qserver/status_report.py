@@ -34,6 +34,16 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Annotated[int, Meta(description="clients that said hello")]
 
 
+class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The process of a device."""
+
+    device: Annotated[
+        str, Meta(description="as that process numbers it (cuda:0); empty while it starts")
+    ]
+    pid: Annotated[int, Meta(description="process id; 0 while it starts")]
+    state: Annotated[str, Meta(description="starting, ready, or lost: it is being killed")]
+
+
 class RingLayoutReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's ring, as registered."""
 
@@ -65,6 +75,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     model_name: Annotated[str, Meta(description="as registered, without the feature's suffix")]
     world_size: Annotated[int, Meta(description="ranks")]
     transport: Annotated[str, Meta(description="how its bytes come: `shm` or `inline`")]
+    device: Annotated[str, Meta(description="where its ring lies: cpu, or a device (cuda:0)")]
     q_ring_layout: Annotated[RingLayoutReport, Meta(description="its ring, as registered")]
     ring: Annotated[
         RingUseReport, Meta(description="its ring's use; all 0 before its first report")
@@ -289,3 +300,6 @@ class StatusReport(StoreReport, frozen=True, kw_only=True):
 
     version: Annotated[int, Meta(description=f"of this page's meaning: {STATUS_VERSION}")]
     server: Annotated[ServerReport, Meta(description="the process")]
+    devices: Annotated[
+        list[DeviceReport], Meta(description="processes that copy out of devices; most hosts: none")
+    ]

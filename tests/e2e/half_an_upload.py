@@ -26,7 +26,7 @@ def main() -> None:
             chunk_size=hello.chunk_size,
             ring_token=bytes(16),
             stamps_offset=0,
-            inline=True,
+            kind="inline",
         )
         client.ask("register_q_cache", "half", (), "half", 1, "test", None, (), description)
         key = RangeKey(

@@ -45,7 +45,7 @@ def expected(tokens: int) -> torch.Tensor:
 @pytest.fixture
 def daemon() -> Iterator[RunningDaemon]:
     """A daemon with small chunks."""
-    with running_daemon(chunk_size=CHUNK) as running:
+    with running_daemon(allow_inline=True, chunk_size=CHUNK) as running:
         yield running
 
 
@@ -87,7 +87,7 @@ def test_every_row_comes_back(daemon: RunningDaemon, writes: str, reads: str) ->
 @pytest.mark.parametrize("reads", ["shm", "inline"])
 def test_a_chunk_larger_than_any_message(reads: str) -> None:
     tokens = list(range(2 * LARGE_CHUNK))
-    with running_daemon(chunk_size=LARGE_CHUNK, **SMALL_MESSAGES) as daemon:
+    with running_daemon(allow_inline=True, chunk_size=LARGE_CHUNK, **SMALL_MESSAGES) as daemon:
         worker = SmallWorker(daemon.url, ring_blocks=160, transport="inline")
         worker.prefill("a", tokens)
         worker.finish_step()
@@ -124,8 +124,8 @@ def test_without_a_reachable_socket_bytes_go_inline_by_themselves(
         os.rename(daemon.lifeline + ".away", daemon.lifeline)
 
 
-def test_a_server_may_refuse_bytes_inline() -> None:
-    with running_daemon(chunk_size=CHUNK, allow_inline=False) as daemon:
+def test_a_server_takes_nothing_inline_unless_it_is_told_to() -> None:
+    with running_daemon(chunk_size=CHUNK) as daemon:
         with pytest.raises(ConnectionError, match="allow-inline"):
             SmallWorker(daemon.url, transport="inline")
         worker = SmallWorker(daemon.url)
@@ -141,7 +141,7 @@ def test_a_server_may_refuse_bytes_inline() -> None:
 
 
 def test_a_lease_that_is_over_gives_no_bytes() -> None:
-    with running_daemon(chunk_size=CHUNK, lease_timeout_s=0.001) as daemon:
+    with running_daemon(allow_inline=True, chunk_size=CHUNK, lease_timeout_s=0.001) as daemon:
         worker = SmallWorker(daemon.url, transport="inline")
         worker.prefill("a", TOKENS)
         worker.finish_step()
@@ -187,7 +187,9 @@ def test_a_flipped_stamp_is_refused_counted_and_a_miss(daemon: RunningDaemon) ->
 
 
 def test_a_writer_killed_in_the_middle_leaves_nothing_within_the_announced_time() -> None:
-    with running_daemon(chunk_size=LARGE_CHUNK, upload_timeout_s=2.0, **SMALL_MESSAGES) as daemon:
+    with running_daemon(
+        allow_inline=True, chunk_size=LARGE_CHUNK, upload_timeout_s=2.0, **SMALL_MESSAGES
+    ) as daemon:
         command = [sys.executable, "-m", "tests.e2e.half_an_upload", daemon.url]
         root = Path(__file__).parents[2]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
@@ -210,7 +212,7 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_within_the_announced_time(
 
 
 def test_a_restarted_server_is_found_again() -> None:
-    with running_daemon(chunk_size=CHUNK) as first:
+    with running_daemon(allow_inline=True, chunk_size=CHUNK) as first:
         url = first.url
         worker = SmallWorker(url, transport="inline")
         worker.prefill("a", TOKENS)
@@ -224,7 +226,7 @@ def test_a_restarted_server_is_found_again() -> None:
         worker.finish_step()
         worker.settle("b")
         assert worker.account.lost[LossReason.SERVER_UNAVAILABLE] == len(TOKENS)
-    with running_daemon(chunk_size=CHUNK, url=url) as second:
+    with running_daemon(allow_inline=True, chunk_size=CHUNK, url=url) as second:
         wait_until(lambda: heartbeat.healthy, "the server is found again")
         worker.prefill("c", TOKENS)
         worker.finish_step()
@@ -259,7 +261,7 @@ def test_a_slow_reader_costs_no_memory_and_no_more_than_its_share() -> None:
     """It asks for three times what it may have on its way before it reads anything."""
     size = 4096
     tokens = list(range(2 * size))
-    with running_daemon(chunk_size=size) as daemon:
+    with running_daemon(allow_inline=True, chunk_size=size) as daemon:
         worker = SmallWorker(daemon.url, ring_blocks=600, transport="inline")
         worker.prefill("a", tokens)
         worker.finish_step()
@@ -319,7 +321,7 @@ def test_a_reader_that_dies_in_the_middle_gives_everything_back() -> None:
     """Its connection ends, and with it the answers that wait for it; its lease ends by its time."""
     size = 4096
     tokens = list(range(size))
-    with running_daemon(chunk_size=size, lease_timeout_s=1.0) as daemon:
+    with running_daemon(allow_inline=True, chunk_size=size, lease_timeout_s=1.0) as daemon:
         worker = SmallWorker(daemon.url, ring_blocks=600, transport="inline")
         worker.prefill("a", tokens)
         worker.finish_step()

@@ -118,7 +118,7 @@ CASES = (
 @pytest.fixture
 def daemon() -> Iterator[RunningDaemon]:
     """A daemon with small chunks."""
-    with running_daemon(pool_bytes=512 << 20, chunk_size=CHUNK) as running:
+    with running_daemon(pool_bytes=512 << 20, chunk_size=CHUNK, allow_inline=True) as running:
         yield running
 
 

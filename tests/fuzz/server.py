@@ -10,6 +10,7 @@ from unittest import mock
 from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.stamps import first_stamp
 from lmcache_qserver.copying import RingMemory
+from lmcache_qserver.device.processes import DeviceProcesses
 from lmcache_qserver.events import EventBus
 from lmcache_qserver.pool import Pool, PoolMemory
 from lmcache_qserver.qstore import QStoreModule, checksums, lifecycle
@@ -80,6 +81,7 @@ class Server:
         handlers = Handlers(
             self.module,
             self.clients,
+            DeviceProcesses(None, "", lambda: None),
             boot_id=bytes(16),
             features=("transfer_query",),
             chunk_size=CHUNK_SIZE,

@@ -55,6 +55,11 @@ RING = m.RingDescription(
     ring_token=RING_TOKEN,
     stamps_offset=1 << 33,
 )
+DEVICE_RING = msgspec.structs.replace(
+    RING,
+    kind="cuda",
+    device=m.DeviceMemory(uuid=b"\xd1" * 16, handle=b"\x4a" * 64, nbytes=(1 << 33) + 131080),
+)
 GROUP = m.GroupInfo(
     layer_indices=(0, 1), tokens_per_block=16, sw_size_tokens=-1, recurrent_state=False
 )
@@ -162,6 +167,16 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
         ),
     ),
     "register_q_cache native": (4242, (), MODEL, 2, "vllm", {}, (GROUP,), RING),
+    "register_q_cache native, a ring on a device": (
+        4242,
+        (),
+        MODEL,
+        2,
+        "vllm",
+        {},
+        (GROUP,),
+        DEVICE_RING,
+    ),
     "register_q_cache native, inline": (
         4242,
         (),
@@ -170,7 +185,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
         "vllm",
         {},
         (),
-        msgspec.structs.replace(RING, ring_token=bytes(16), stamps_offset=0, inline=True),
+        msgspec.structs.replace(RING, ring_token=bytes(16), stamps_offset=0, kind="inline"),
     ),
     "register_q_cache legacy": ("uuid-1", (CPU_SHM,), MODEL, 1, "vllm", HINTS, (GROUP,)),
     "register_q_cache legacy, no hints, no groups": (-(1 << 63), (), "m", 1, "", None, ()),

@@ -33,6 +33,7 @@ class ChunkCopy:
         layers: of a block, `[layers, block_size, ...]`; only needed where not all rows are copied.
         digest: for the target's checksum. A backend may feed it while it copies, in order, if all rows of the blocks
             are the chunk's; its length tells whether one has.
+        offset: of the target in the pool; only needed where another process copies.
     """
 
     block_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class ChunkCopy:
     rows: int | None = None
     layers: int = 1
     digest: Digest | None = None
+    offset: int = 0
 
     def is_whole(self, block_size: int) -> bool:
         """Whether all rows of its blocks are its own."""
@@ -92,8 +94,8 @@ def copy_chunks(
         block_size = ring.stamps.shape[1]
         _copy_rows(ring.rows, chunk, block_size, crew)
         clear_others(chunk, block_size)
-        found = ring.stamps.take(chunk.block_ids, axis=0).reshape(-1)[chunk.skip :][: chunk.rows]
-        fault = check_stamps(found, chunk.first_stamp, index)
+        found = ring.stamps.take(chunk.block_ids, axis=0).reshape(-1)
+        fault = check_stamps(found[chunk.skip :][: chunk.rows], chunk.first_stamp, index)
         if fault is not None:
             return fault
     return None

@@ -25,6 +25,7 @@ class UnreachableRing:
 
     device = "cpu"
     nbytes = 0
+    lost = False
 
     def __init__(self) -> None:
         self.claimed = False
@@ -36,6 +37,9 @@ class UnreachableRing:
     def copy(self, chunks: Sequence[ChunkCopy], event: bytes) -> StampFault | None:
         """The gate of stores refuses before this."""
         raise ValueError("this instance's ring can't be reached: its rows come in uploads")
+
+    def abort(self) -> None:
+        """Nothing here waits for anybody."""
 
     def close(self) -> None:
         """There is nothing to unmap."""

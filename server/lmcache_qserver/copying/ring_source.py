@@ -35,6 +35,13 @@ class RingSource(Protocol):
     def closed(self) -> bool:
         """Nothing of it is held any more."""
 
+    @property
+    def lost(self) -> bool:
+        """Its memory is out of reach for good, so its instance has to go."""
+
+    def abort(self) -> None:
+        """A call has outlived its time: make it return, where that can be done. On the loop; never waits."""
+
     def open(self, geometry: RingGeometry) -> None:
         """Check the memory and make it readable. In the lane's thread.
 

@@ -44,6 +44,7 @@ class RingMemory:
     """
 
     device = "cpu"
+    lost = False
 
     def __init__(self, fd: int, nbytes: int, crew: Crew = ALONE) -> None:
         self.nbytes = nbytes
@@ -109,6 +110,9 @@ class RingMemory:
     def copy(self, chunks: Sequence[ChunkCopy], event: bytes) -> StampFault | None:
         """See `copy_chunks`; in host memory there is no event to wait for."""
         return copy_chunks(self, chunks, self._crew)
+
+    def abort(self) -> None:
+        """Nothing can be done: a thread that copies memory ends by itself or not at all."""
 
     def close(self) -> None:
         """Drop descriptor and mapping, when no copy runs any more. Idempotent.

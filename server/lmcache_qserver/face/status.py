@@ -12,7 +12,7 @@ from lmcache_qserver import installed_version
 from lmcache_qserver.face.canary import Canary
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.qstore import QStoreModule
-from lmcache_qserver.status_report import STATUS_VERSION, ServerReport, StatusReport
+from lmcache_qserver.status_report import STATUS_VERSION, DeviceReport, ServerReport, StatusReport
 from lmcache_qserver.wire.clients import Clients
 
 
@@ -23,6 +23,7 @@ class ServerState:
     Attributes:
         url, http_url, lifeline: as bound.
         started: clock at the start.
+        devices: processes of devices.
         populated: the pool has real pages.
         bound: all sockets listen.
         stopping: no new work is taken.
@@ -36,6 +37,7 @@ class ServerState:
     clients: Clients
     clock: Callable[[], float]
     started: float
+    devices: Callable[[], list[DeviceReport]] = list
     url: str = ""
     http_url: str = ""
     lifeline: str = ""
@@ -63,6 +65,7 @@ class ServerState:
         return StatusReport(
             version=STATUS_VERSION,
             server=self._server(),
+            devices=self.devices(),
             **msgspec.structs.asdict(self.module.report()),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections.abc import Callable
 
 from lmcache_qserver.pool.memory import PoolMemory
 
@@ -21,6 +22,7 @@ class Populating:
 
     Args:
         nbytes: of the pool.
+        first: called with the memory before there is a thread.
 
     Attributes:
         memory: may be used at once; first copies into it are slow until `done`.
@@ -30,8 +32,11 @@ class Populating:
         ValueError, OSError: as `PoolMemory`.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(
+        self, nbytes: int, first: Callable[[PoolMemory], None] = lambda memory: None
+    ) -> None:
         self.memory = PoolMemory(nbytes)
+        first(self.memory)
         self.done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="populate", daemon=True)
@@ -66,9 +71,11 @@ class Populating:
             self.done.set_exception(error)
 
 
-def begin(nbytes: int) -> Populating | None:
+def begin(
+    nbytes: int, first: Callable[[PoolMemory], None] = lambda memory: None
+) -> Populating | None:
     """`Populating`, or None when the memory can't be had: the daemon, which tries again, is who can say so."""
     try:
-        return Populating(nbytes)
+        return Populating(nbytes, first)
     except (OSError, ValueError):
         return None

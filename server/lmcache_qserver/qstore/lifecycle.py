@@ -163,7 +163,7 @@ class Lifecycle:
         if description is None:
             raise RequestError(
                 ErrorCode.UNSUPPORTED_TRANSPORT,
-                "this server copies from rings in shared memory only: send a ring description",
+                "this server copies from rings that describe themselves: send a ring description",
             )
         if ring is None:
             raise RequestError(
@@ -230,6 +230,7 @@ class Lifecycle:
         instance.dead = True
         instance.lane.cancel_waiting()
         if not await instance.lane.close(instance.ring.close, self._copy_timeout_s):
+            instance.ring.abort()
             self._leave_behind(instance)
         self._registry.remove(instance)
         self._leaving.discard(instance)

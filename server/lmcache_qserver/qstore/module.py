@@ -215,6 +215,12 @@ class QStoreModule:
         await self._lifecycle.release(stale, ReleaseCause.REAPED)
         return [instance.instance_id for instance in stale]
 
+    async def release_lost(self) -> list[InstanceId]:
+        """Release the instances whose ring is out of reach; their ids. Call it when a device's process has ended."""
+        lost = [instance for instance in self.registry if instance.ring.lost]
+        await self._lifecycle.release(lost, ReleaseCause.DEVICE_LOST)
+        return [instance.instance_id for instance in lost]
+
     # --- storing ------------------------------------------------------------------------------------------------
 
     async def store_q(
@@ -542,7 +548,8 @@ def _describe_instance(instance: Instance) -> InstanceReport:
     return InstanceReport(
         model_name=instance.model_name,
         world_size=instance.world_size,
-        transport="inline" if description.inline else "shm",
+        transport="inline" if description.kind == "inline" else "shm",
+        device=instance.ring.device,
         q_ring_layout=RingLayoutReport(
             num_layers=len(layout.layer_ids),
             num_blocks=description.num_blocks,

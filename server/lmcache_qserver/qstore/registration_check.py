@@ -50,5 +50,5 @@ def check_registration(
             f"blocks of {description.block_size} tokens do not divide a chunk of {chunk_size}: use their greatest "
             "common divisor",
         )
-    if not description.inline:
+    if description.kind != "inline":
         RingGeometry.of(description).check(ring_bytes)

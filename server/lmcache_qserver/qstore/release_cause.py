@@ -17,9 +17,16 @@ class ReleaseCause(str, Enum):
     """It was silent for too long."""
     NOT_OPENED = "not_opened"
     """Its ring could not be opened: it was never LIVE."""
+    DEVICE_LOST = "device_lost"
+    """The process of its device has ended."""
     SHUTDOWN = "shutdown"
 
     @property
     def is_death(self) -> bool:
         """Nothing that is under way may be admitted any more; else what was asked for is still stored."""
-        return self in (ReleaseCause.CLIENT_GONE, ReleaseCause.REAPED, ReleaseCause.NOT_OPENED)
+        return self in (
+            ReleaseCause.CLIENT_GONE,
+            ReleaseCause.REAPED,
+            ReleaseCause.NOT_OPENED,
+            ReleaseCause.DEVICE_LOST,
+        )

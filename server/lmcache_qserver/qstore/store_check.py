@@ -13,12 +13,14 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.hashing import NONE_HASH, chunk_hash, chunk_hashes, root_hash
 from lmcache_qprotocol.identity import Identity, ItemIdentity
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank
-from lmcache_qprotocol.messages import IdentityClaim, RangeKey, StoreProof
+from lmcache_qprotocol.messages import IdentityClaim, RangeKey, RingDescription, StoreProof
 from lmcache_qprotocol.stamps import first_stamp
 from lmcache_qserver.qstore.by_identity import Claim, Claimed
 from lmcache_qserver.qstore.by_tokens import Content, content_of
 from lmcache_qserver.qstore.instance import Instance
 from lmcache_qserver.qstore.stored_object import Description
+
+EVENT_HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def check_store(
     Raises:
         RequestError: bad_payload, blocks_not_covering or unsupported_transport; nothing has happened then.
     """
-    if instance.description.inline:
+    if instance.description.kind == "inline":
         raise RequestError(
             ErrorCode.UNSUPPORTED_TRANSPORT,
             "this ring was registered as out of the server's reach: upload what is to be stored",
@@ -125,7 +127,7 @@ def check_upload(
     Raises:
         RequestError: bad_payload or unsupported_transport; nothing has happened then.
     """
-    if not instance.description.inline:
+    if instance.description.kind != "inline":
         raise RequestError(
             ErrorCode.UNSUPPORTED_TRANSPORT,
             "this instance has a ring that the server reads: store out of it, or register it as inline",
@@ -161,11 +163,7 @@ def _checked(
         raise _bad("a store from a ring needs a proof: send the nonce of each chunk")
     if len(proof.nonces) != num_chunks:
         raise _bad(f"{num_chunks} chunks need {num_chunks} nonces, {len(proof.nonces)} were sent")
-    if event:
-        raise RequestError(
-            ErrorCode.UNSUPPORTED_TRANSPORT,
-            "this ring lies in host memory, where there is no event to wait for: send an empty handle",
-        )
+    _check_event(event, instance.description)
     return CheckedStore(
         key,
         _family(instance, key),
@@ -176,7 +174,21 @@ def _checked(
         proof.nonces,
         content,
         _check_claim(key, proof.claim, content, chunk_start),
+        event,
     )
+
+
+def _check_event(event: bytes, ring: RingDescription) -> None:
+    if ring.device is None and event:
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_TRANSPORT,
+            "this ring lies in host memory, where there is no event to wait for: send an empty handle",
+        )
+    if ring.device is not None and len(event) != EVENT_HANDLE_BYTES:
+        raise _bad(
+            f"a store from a device needs the handle of the event to wait for: {EVENT_HANDLE_BYTES} bytes, "
+            f"not {len(event)}"
+        )
 
 
 def _check_key(instance: Instance, key: RangeKey) -> None:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from lmcache_qprotocol.keys import ObjectKey
 from lmcache_qprotocol.messages import StoreOutcome
 from lmcache_qprotocol.reasons import LossReason, MissReason
-from lmcache_qserver.copying import ChunkCopy, Job, LaneError, StampFault
+from lmcache_qserver.copying import ChunkCopy, Job, LaneError, LaneTimeout, StampFault
 from lmcache_qserver.copying.checked_copy import Copied, checked_copy
 from lmcache_qserver.copying.checksum import Digest
 from lmcache_qserver.log_fields import told
@@ -185,6 +185,8 @@ class StoreRun:
         try:
             copied = await job.outcome
         except BaseException as error:
+            if isinstance(error, LaneTimeout):
+                self._instance.ring.abort()
             self._fail_copy(writes, error, job.over)
             if not isinstance(error, Exception):
                 raise
@@ -220,6 +222,7 @@ class StoreRun:
                     rows=end - first,
                     layers=len(layout.layer_ids),
                     digest=Digest() if self._inline_checksums else None,
+                    offset=write.slot.offset,
                 )
             )
         return self._instance.lane.submit(

@@ -11,12 +11,14 @@ from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.messages import (
     PROTOCOL_VERSION,
     HelloReply,
+    RingDescription,
     StoreResult,
     UploadReply,
     VerifyReply,
 )
 from lmcache_qserver.copying import RingSource
 from lmcache_qserver.copying.inline import UnreachableRing
+from lmcache_qserver.device.processes import DeviceProcesses
 from lmcache_qserver.qstore import QStoreModule
 from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Client, Clients, Session
@@ -28,6 +30,7 @@ class Handlers:
 
     Args:
         bulk: says who may have how many bytes on their way.
+        devices: where rings come from that lie on a device.
         lifeline: path of the Unix socket, for the reply to hello.
         clock: monotonic seconds.
     """
@@ -36,6 +39,7 @@ class Handlers:
         self,
         module: QStoreModule,
         clients: Clients,
+        devices: DeviceProcesses,
         *,
         boot_id: bytes,
         features: tuple[str, ...],
@@ -47,6 +51,7 @@ class Handlers:
     ) -> None:
         self._module = module
         self._clients = clients
+        self._devices = devices
         self._boot_id = boot_id
         self._features = features
         self._chunk_size = chunk_size
@@ -102,18 +107,29 @@ class Handlers:
         session = client.session
         if description is not None or session.gone:
             _require_hello(session)
-        ring: RingSource | None = None
-        if description is not None and description.inline:
-            self._require_inline()
-            ring = UnreachableRing()
-        elif description is not None and session.lifeline is not None:
-            ring = session.lifeline.take_ring(description.ring_token)
+        ring = None if description is None else self._take_ring(session, description)
         await self._module.register_q_cache(
             session, instance_id, model_name, world_size, description, ring, self._clock()
         )
         client.registered = client.registered or client.session is session
         if session.gone:  # it went while the ring was opened: what it left behind has to go too
             await self._module.client_gone(session, self._clock())
+
+    def _take_ring(self, session: Session, description: RingDescription) -> RingSource | None:
+        if description.kind == "inline":
+            self._require_inline()
+            return UnreachableRing()
+        if description.kind not in self._devices.kinds:
+            known = " or ".join((*self._devices.kinds, "inline"))
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_TRANSPORT,
+                f"this server takes rings of kind {known}, not {description.kind!r}",
+            )
+        if session.lifeline is None:
+            return None
+        if description.kind == "shm":
+            return session.lifeline.take_ring(description.ring_token)
+        return self._devices.ring(description)
 
     async def _unregister(self, client: Client, payloads: Payloads) -> None:
         instance_id, report = payloads
@@ -190,7 +206,7 @@ class Handlers:
         if not self._limits.bulk_bytes:
             raise RequestError(
                 ErrorCode.UNSUPPORTED_TRANSPORT,
-                "this server takes and gives bytes over the lifeline only (--no-allow-inline)",
+                "this server takes and gives bytes over the lifeline only: start it with --allow-inline",
             )
 
 

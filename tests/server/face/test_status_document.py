@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import msgspec
@@ -12,7 +15,9 @@ from docs.generate_status import PAGE, SCHEMA, schema, structures, updated
 from lmcache_qprotocol.messages import RequestCoverage, WorkerReport
 from lmcache_qprotocol.reasons import LossReason
 from lmcache_qserver.status_report import STATUS_VERSION, StatusReport
-from lmcache_qserver.testing.daemon import running_daemon, wait_until
+from lmcache_qserver.testing.bare_client import BareClient, BareLifeline
+from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon, wait_until
+from lmcache_qserver.testing.sim_worker import SimDeviceWorker
 from tests.server.face.wire_session import TOKENS, wire_session
 
 FREE_FORM = frozenset({"layout"})
@@ -29,9 +34,25 @@ def documented() -> dict[str, set[str]]:
     return found
 
 
+@contextlib.contextmanager
+def ring_on_a_device(daemon: RunningDaemon) -> Iterator[None]:
+    """So that a device has a process."""
+    with BareClient(daemon.url) as client, BareLifeline(daemon.lifeline) as lifeline:
+        _, pool_fd = lifeline.attach(client.hello().session)
+        os.close(pool_fd)
+        worker = SimDeviceWorker(chunk_size=TOKENS)
+        worker.register(client, "on a device")
+        yield
+        worker.close()
+
+
 def busy_status() -> Any:
     """A status in which nothing is empty."""
-    with running_daemon(chunk_size=TOKENS) as daemon, wire_session(daemon) as session:
+    with (
+        running_daemon(chunk_size=TOKENS, devices="sim") as daemon,
+        wire_session(daemon) as session,
+        ring_on_a_device(daemon),
+    ):
         session.store(range(TOKENS))
         session.retrieve(range(TOKENS))
         session.store(range(1, 1 + TOKENS), spoil=True)

@@ -32,6 +32,13 @@ async def stay_silent(world: World) -> None:
     assert await world.module.reap_stale_instances(world.now + 10_000) == [1]
 
 
+async def lose_the_device(world: World) -> None:
+    instance = world.module.registry.get(1)
+    assert instance is not None
+    instance.ring.lost = True  # type: ignore[misc]  # as the process of a device would have it
+    assert await world.module.release_lost() == [1]
+
+
 async def shut_down(world: World) -> None:
     await world.module.close()
 
@@ -51,6 +58,7 @@ async def offer_what_does_not_open(world: World) -> None:
         (replace, {ReleaseCause.REPLACED}),
         (lose_the_client, {ReleaseCause.CLIENT_GONE}),
         (stay_silent, {ReleaseCause.REAPED}),
+        (lose_the_device, {ReleaseCause.DEVICE_LOST}),
         (shut_down, {ReleaseCause.SHUTDOWN}),
         (offer_what_does_not_open, {ReleaseCause.UNREGISTERED, ReleaseCause.NOT_OPENED}),
     ],

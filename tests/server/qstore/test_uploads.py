@@ -45,7 +45,7 @@ INLINE = RingDescription(
     chunk_size=CHUNK_SIZE,
     ring_token=bytes(16),
     stamps_offset=0,
-    inline=True,
+    kind="inline",
 )
 
 

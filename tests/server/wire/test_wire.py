@@ -172,7 +172,7 @@ def test_what_needs_hello_and_what_needs_a_lifeline(daemon: RunningDaemon) -> No
 
 def test_without_leave_nothing_goes_inline() -> None:
     with (
-        running_daemon(chunk_size=16, allow_inline=False) as daemon,
+        running_daemon(chunk_size=16) as daemon,
         BareClient(daemon.url) as client,
     ):
         assert client.hello().limits.bulk_bytes == 0
@@ -186,7 +186,7 @@ def test_without_leave_nothing_goes_inline() -> None:
             chunk_size=16,
             ring_token=bytes(16),
             stamps_offset=0,
-            inline=True,
+            kind="inline",
         )
         for name, *payloads in (
             ("fetch_q", 1, 0, 0, 1),

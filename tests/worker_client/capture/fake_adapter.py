@@ -92,5 +92,6 @@ class FakeAdapter:
         self.told = self.account.report()
         self.calls.append("renew_report")
 
-    def shutdown_q_ring(self) -> None:
+    def shutdown_q_ring(self) -> bool:
         self.calls.append("shutdown_q_ring")
+        return True

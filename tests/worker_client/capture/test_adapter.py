@@ -20,7 +20,7 @@ from lmcache_qclient.link.requests import ReplyFuture
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.layout import Layout, layout_id
 from lmcache_qprotocol.limits import Limits
-from lmcache_qprotocol.messages import HelloReply, StoreOutcome, StoreResult
+from lmcache_qprotocol.messages import DeviceMemory, HelloReply, StoreOutcome, StoreResult
 from lmcache_qprotocol.operations import REGISTER_Q_CACHE, STORE_Q, UNREGISTER_Q_CACHE, Operation
 from lmcache_qprotocol.reasons import LossReason as Loss
 
@@ -250,6 +250,30 @@ def test_registering_describes_the_ring_that_went_over_the_lifeline(bench: Bench
     assert bench.connection.lifeline.offers == [(bench.ring.memory.fd, bench.ring.nbytes)]
 
 
+class FakeDeviceMemory:
+    """What the adapter needs of a ring on a device."""
+
+    uuid, handle, event_handle, nbytes = b"u" * 16, b"h" * 64, b"e" * 64, 4096
+
+
+def test_a_ring_on_a_device_goes_by_handle_and_its_stores_name_the_event(bench: Bench) -> None:
+    bench.ring.memory = None
+    bench.ring.device_memory = cast(Any, FakeDeviceMemory())
+    bench.register()
+    _, payloads, _ = bench.connection.link.calls[-1]
+    description = payloads[-1]
+    assert (description.kind, len(description.ring_token)) == ("cuda", 16)
+    assert description.device == DeviceMemory(uuid=b"u" * 16, handle=b"h" * 64, nbytes=4096)
+    assert bench.connection.lifeline is not None
+    assert bench.connection.lifeline.offers == []
+    bench.submit()
+    _, (_, _, _, event, _) = bench.connection.link.sent[-1]
+    assert event == b"e" * 64
+    bench.connection.lifeline = None
+    with pytest.raises(ConnectionError, match="lifeline"):
+        bench.adapter.reregister_q_ring()
+
+
 def test_without_a_lifeline_it_says_what_to_do(bench: Bench) -> None:
     bench.connection.lifeline = None
     with pytest.raises(ConnectionError, match="mount"):
@@ -418,11 +442,7 @@ def test_a_ring_out_of_reach_is_described_and_its_stores_are_uploaded(bench: Ben
     bench.register().submit()
     ((_, payloads, _),) = bench.connection.link.calls
     description = payloads[-1]
-    assert (description.inline, description.ring_token, description.stamps_offset) == (
-        True,
-        bytes(16),
-        0,
-    )
+    assert (description.kind, description.device, description.stamps_offset) == ("inline", None, 0)
     ((key, instance_id, proof, ring, blocks),) = sender.stores
     assert (key.start, key.end) == (16, 24)
     assert (instance_id, ring) == (bench.adapter.instance_id, bench.ring)
@@ -566,7 +586,7 @@ def test_waiting_for_any_store_ends_with_the_first_answer_or_in_time(bench: Benc
 def test_shutdown_reclaims_reports_and_leaves(bench: Bench) -> None:
     bench.register().submit()
     bench.connection.link.futures[0].set_result(StoreResult(b"", True))
-    bench.adapter.shutdown_q_ring()
+    assert bench.adapter.shutdown_q_ring(), "the server has let go of the ring"
     operation, (instance, report), _ = bench.connection.link.calls[-1]
     assert operation is UNREGISTER_Q_CACHE
     assert (instance, report.captured, report.pending, report.ring_used) == ("worker", 8, 0, 0)
@@ -583,7 +603,7 @@ def test_shutdown_warns_and_goes_on(
     bench.register().submit()
     bench.connection.link.answer = error
     with caplog.at_level(logging.WARNING):
-        bench.adapter.shutdown_q_ring(deadline_s=0.01)  # the store is never answered
+        assert not bench.adapter.shutdown_q_ring(deadline_s=0.01)  # the store is never answered
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert bench.connection.closed
 

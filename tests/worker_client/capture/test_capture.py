@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lmcache_qclient.capture.adapter import QRingBufferAdapter
 from lmcache_qclient.capture.capture import QRingBufferCapture
+from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, RequestStep, StepMeta
 from lmcache_qclient.features.query import FEATURE as QUERY
@@ -521,6 +523,65 @@ def test_an_engine_whose_cache_is_elsewhere_is_refused() -> None:
     config: Any = cache_config(group(FullAttentionSpec(4), names))
     with pytest.raises(NotImplementedError, match="transfer_intermediate_tensors"):
         capture.setup_q_ring(caches(names, "meta"), config, vllm_config())
+
+
+def test_a_gpu_is_refused_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = torch.device("cuda", 1)
+    with pytest.raises(NotImplementedError, match="allow_untested_gpu"):
+        QRingBufferCapture((), RingSettings())._check_device(cuda)
+    asked = QRingBufferCapture((), RingSettings(allow_untested_gpu=True))
+    asked._check_device(cuda)
+    assert "never been tried" in caplog.text
+    with pytest.raises(NotImplementedError):
+        asked._check_device(torch.device("xpu"))
+
+
+class FakeDeviceMemory:
+    """Says when its event is recorded."""
+
+    event_handle = b"e" * 64
+
+    def __init__(self, ring: QRingBuffer) -> None:
+        self.ring = ring
+        self.recorded: list[list[int]] = []
+        self.closed = False
+
+    def record_event(self, stream: int) -> None:
+        self.recorded.append(self.ring.flat_stamps[:4].tolist())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_event_is_recorded_behind_the_stamps_once_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    worker = Worker(chunk=4, block=4)
+    ring = worker.capture.ring
+    assert ring is not None
+    memory = FakeDeviceMemory(ring)
+    ring.device_memory = cast(Any, memory)
+    worker.add("a", 4)
+    worker.step(worker.part("a", 0, 4))
+    assert len(memory.recorded) == 1
+    assert EMPTY not in memory.recorded[0]
+
+
+@pytest.mark.parametrize("let_go", [True, False])
+def test_device_memory_is_freed_only_when_the_server_has_let_go(
+    monkeypatch: pytest.MonkeyPatch, let_go: bool
+) -> None:
+    worker = Worker(chunk=4, block=4)
+    ring = worker.capture.ring
+    assert ring is not None
+    memory = FakeDeviceMemory(ring)
+    ring.device_memory = cast(Any, memory)
+    monkeypatch.setattr(worker.adapter, "shutdown_q_ring", lambda: let_go)
+    worker.capture.shutdown()
+    assert memory.closed is let_go
+    assert hasattr(ring, "flat") is not let_go
 
 
 # --- the toy engine over the real ring ------------------------------------------------------------

@@ -22,7 +22,7 @@ TOKENS = [7 * number % 1000 for number in range(5 * CHUNK + 3)]
 
 @pytest.fixture
 def daemon() -> Iterator[RunningDaemon]:
-    with running_daemon(chunk_size=CHUNK, pool_bytes=4 << 20) as running:
+    with running_daemon(chunk_size=CHUNK, pool_bytes=4 << 20, allow_inline=True) as running:
         yield running
 
 

@@ -13,6 +13,11 @@ from lmcache_qclient.vllm.refusals import refuse_unsupported
 from lmcache_qclient.vllm.settings import KNOWN, TRANSFER, Settings, parse_settings
 
 
+def test_a_gpu_has_to_be_asked_for() -> None:
+    assert not parse_settings({}).ring.allow_untested_gpu
+    assert parse_settings({"lmcache.q.allow_untested_gpu": True}).ring.allow_untested_gpu
+
+
 def test_nothing_given_is_off() -> None:
     assert parse_settings({}) == Settings()
     assert parse_settings({}).features == ()
@@ -97,11 +102,12 @@ def test_all_switches() -> None:
             "lmcache.q.layers": "0,5",
             "lmcache.q.tokens": "prompt",
             "lmcache.q.sample": "0.5",
+            "lmcache.q.allow_untested_gpu": "true",
         }
     )
-    ring = RingSettings(12, 3, 1000, False, 0.25, parse_layers("0,5"))
+    ring = RingSettings(12, 3, 1000, False, 0.25, parse_layers("0,5"), True)
     assert settings == Settings((), "tcp://h:1", ring, 2.5, 1.0, "prompt", 0.5, "inline")
-    assert len(KNOWN) == 13, "a new switch belongs into this test"
+    assert len(KNOWN) == 14, "a new switch belongs into this test"
 
 
 @pytest.mark.parametrize("value", ["tcp", "", None, 1])

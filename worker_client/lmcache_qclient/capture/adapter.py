@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from lmcache_qclient.capture.inline_sender import InlineSender
 from lmcache_qclient.capture.ring import QRingBuffer
 from lmcache_qclient.link.connection import INLINE, Connection
 from lmcache_qclient.link.health import Heartbeat
+from lmcache_qclient.link.lifeline import RING_TOKEN_BYTES
 from lmcache_qprotocol.keys import feature_model_name
 from lmcache_qprotocol.layout import Layout, layout_id
 from lmcache_qprotocol.limits import MAX_NAME_CHARS
 from lmcache_qprotocol.messages import (
+    DeviceMemory,
     HelloReply,
     RangeKey,
     RingDescription,
@@ -59,6 +62,12 @@ class _Registration:
     ring: QRingBuffer
     layout: Layout
     description_size: int
+
+
+def _device_memory(ring: QRingBuffer) -> DeviceMemory:
+    memory = ring.device_memory
+    assert memory is not None
+    return DeviceMemory(uuid=memory.uuid, handle=memory.handle, nbytes=memory.nbytes)
 
 
 class QRingBufferAdapter:
@@ -157,15 +166,16 @@ class QRingBufferAdapter:
         registration = self._registration
         if registration is None or self.context is None:
             return
-        ring, inline = registration.ring, self.connection.transport == INLINE
+        ring, kind = registration.ring, self._kind(registration.ring)
         description = RingDescription(
             layout=registration.layout,
             num_blocks=ring.num_blocks,
             block_size=ring.block_size,
             chunk_size=self.context.tokens_per_chunk,
-            ring_token=bytes(16) if inline else self._offer(ring),
-            stamps_offset=0 if inline else ring.stamps_offset,
-            inline=inline,
+            ring_token=self._offer(ring) if kind == "shm" else os.urandom(RING_TOKEN_BYTES),
+            stamps_offset=0 if kind == "inline" else ring.stamps_offset,
+            kind=kind,
+            device=_device_memory(ring) if kind == "cuda" else None,
         )
         payloads: tuple[object, ...] = (
             self.instance_id,
@@ -179,18 +189,30 @@ class QRingBufferAdapter:
         )
         connection = self.connection
         connection.link.call(REGISTER_Q_CACHE, payloads, self._timeout_s, connection.is_alive)
-        self._inline = inline
+        self._inline = kind == "inline"
+
+    def _kind(self, ring: QRingBuffer) -> str:
+        """How the server is to get at the ring; see `RingDescription`.
+
+        Raises:
+            ConnectionError: it can't.
+        """
+        lifeline = self.connection.lifeline
+        if self.connection.transport == INLINE and ring.memory is not None:
+            return "inline"
+        if lifeline is None or (ring.memory is None and ring.device_memory is None):
+            raise ConnectionError(
+                "the server's lifeline (a Unix socket) is not reachable from here, and the ring goes over it: "
+                "run the server on this host, mount its runtime directory into this container, or let bytes of a ring "
+                f"in host memory go inline (lmcache.q.transport: auto): {self.connection.no_lifeline_because}"
+            )
+        return "shm" if ring.memory is not None else "cuda"
 
     def _offer(self, ring: QRingBuffer) -> bytes:
         """Hand the ring's memory over; its token."""
-        lifeline = self.connection.lifeline
-        if lifeline is None or ring.memory is None:
-            raise ConnectionError(
-                "the server's lifeline (a Unix socket) is not reachable from here, and the ring goes over it: "
-                "run the server on this host, mount its runtime directory into this container, or let bytes go inline "
-                f"(lmcache.q.transport: auto): {self.connection.no_lifeline_because}"
-            )
-        return lifeline.offer_ring(ring.memory.fd, ring.nbytes)
+        assert self.connection.lifeline is not None
+        assert ring.memory is not None
+        return self.connection.lifeline.offer_ring(ring.memory.fd, ring.nbytes)
 
     def reregister_q_ring(self) -> None:
         """Register the same ring again, after the server came back; nothing if no ring was ever built.
@@ -200,8 +222,13 @@ class QRingBufferAdapter:
         """
         self._send_registration()
 
-    def shutdown_q_ring(self, deadline_s: float = 5.0) -> None:
-        """Wait for stores under way, then tell the server that the ring goes; a time-out is a warning only."""
+    def shutdown_q_ring(self, deadline_s: float = 5.0) -> bool:
+        """Wait for stores under way, then tell the server that the ring goes; a time-out is a warning only.
+
+        Returns:
+            The server uses the ring's memory no more, as far as it has said.
+        """
+        let_go = True
         deadline = time.monotonic() + deadline_s
         for item in list(self._in_flight.values()):
             try:
@@ -219,10 +246,12 @@ class QRingBufferAdapter:
                 timeout_s, is_alive = min(deadline_s, self._timeout_s), self.connection.is_alive
                 self.connection.link.call(UNREGISTER_Q_CACHE, payloads, timeout_s, is_alive)
             except Exception as error:  # noqa: BLE001 - shutting down goes on whatever the server does
+                let_go = False
                 logger.warning("could not unregister the query ring, shutdown goes on: %s", error)
         self._registration = None
         self.connection.close()
         self._sender.join()
+        return let_go
 
     # --- storing ----------------------------------------------------------------------------------------------
 
@@ -269,7 +298,7 @@ class QRingBufferAdapter:
         self, chunk: FinishedChunk, key: RangeKey, proof: StoreProof, inline: bool
     ) -> concurrent.futures.Future[StoreResult]:
         if not inline or self._registration is None:
-            payloads = (key, self.instance_id, (chunk.blocks,), b"", proof)
+            payloads = (key, self.instance_id, (chunk.blocks,), self._event_handle, proof)
             return self.connection.link.submit(STORE_Q, payloads)
         ring = self._registration.ring
         return self._sender.submit(key, self.instance_id, proof, ring, chunk.blocks)
@@ -328,6 +357,11 @@ class QRingBufferAdapter:
                 len(unanswered),
             )
             self._quarantine += unanswered
+
+    @property
+    def _event_handle(self) -> bytes:
+        """One event serves all stores: its last record covers every row that has been stamped."""
+        return self._registration.ring.event_handle if self._registration is not None else b""
 
     @property
     def stores_under_way(self) -> int:

@@ -38,7 +38,7 @@ from lmcache_qclient.capture.ring_size import RingBlocks, RingSettings, ring_blo
 from lmcache_qclient.capture.shared_blocks import SharedBlocks
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qclient.capture.step_plan import Run
-from lmcache_qclient.capture.step_rows import HostRows, StepRows
+from lmcache_qclient.capture.step_rows import DeviceRows, HostRows, StepRows
 from lmcache_qclient.capture.tensor_kind import LayerSink, TensorKind, Tensors
 from lmcache_qclient.capture.track import Track, rows_behind, sink_of
 from lmcache_qprotocol.layout import Layout
@@ -124,11 +124,7 @@ class QRingBufferCapture:
         if not found:
             return
         geometry = found[0][2]
-        if geometry.device.type != "cpu":
-            raise NotImplementedError(
-                f"queries are captured on CPU engines so far, this one runs on {geometry.device.type}: "
-                "set lmcache.mp.transfer_intermediate_tensors to false"
-            )
+        self._check_device(geometry.device)
         if shared := layers_without_group(kv_caches, kv_cache_config):
             logger.warning(
                 "the queries of %d layers that share another layer's KV cache are not captured, and are not in what is "
@@ -179,11 +175,14 @@ class QRingBufferCapture:
                 block_size,
                 geometry.layout.hidden_dim,
                 geometry.dtype,
+                geometry.device,
                 allocator=shared.ring[place],
             )
             ring.populate(blocks.steps)
             tracks.append(Track(kind, adapter, geometry, ring, place))
         self.tracks = tuple(tracks)
+        on_host = found[0][2].device.type == "cpu"
+        self._rows_kind = HostRows if on_host else DeviceRows
         self._captured = frozenset(self.layer_names)
         adapters = [track.adapter for track in tracks]
         self._room = WaitForRoom(shared, adapters, self.settings.wait_s)
@@ -200,6 +199,25 @@ class QRingBufferCapture:
         for track in tracks:
             track.adapter.register_q_ring(track.ring, track.geometry.layout)
             _tell_size(track)
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            return
+        if device.type == "cuda" and self.settings.allow_untested_gpu:
+            logger.warning(
+                "capturing queries on %s, which has never been tried on a real card (docs/gpu.md): check what you get",
+                device,
+            )
+            return
+        raise NotImplementedError(
+            f"queries are captured on CPU engines so far, this one runs on {device.type}: "
+            "set lmcache.mp.transfer_intermediate_tensors to false"
+            + (
+                ", or lmcache.q.allow_untested_gpu to true if you want to try what has never run on a card"
+                if device.type == "cuda"
+                else ""
+            )
+        )
 
     # --- the step ---------------------------------------------------------------------------------------------
 
@@ -359,10 +377,11 @@ class QRingBufferCapture:
         if self.ledger is not None:
             self.ledger.give_up(LossReason.CAPTURE_DISABLED)
             self._submit(self.ledger.flush())
-        for adapter in self.adapters:
-            adapter.shutdown_q_ring()
+        let_go = {id(adapter): adapter.shutdown_q_ring() for adapter in self.adapters}
         for track in self.tracks:
-            track.ring.close()
+            # Freeing device memory that the server still has mapped is undefined; then it goes with this process.
+            if let_go[id(track.adapter)] or not track.ring.event_handle:
+                track.ring.close()
 
 
 def _tell_size(track: Track) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from lmcache_qclient.capture.blocks import Allocator, BlockAllocator
+from lmcache_qclient.capture.cuda_memory import CudaRingMemory
 from lmcache_qclient.capture.ring_memory import RingMemory
 from lmcache_qclient.capture.rows_aside import RowsAside
 from lmcache_qprotocol.stamps import EMPTY, STAMP_BYTES
@@ -65,7 +66,7 @@ class QRingBuffer:
         num_layers, num_blocks, block_size, hidden_dim: the logical shape; hidden_dim is this rank's
             num_q_heads * head_size.
         dtype: of the rows.
-        device: "cpu" puts the ring into shared memory; any other device gets one plain allocation.
+        device: "cpu" puts the ring into shared memory, a CUDA device into an allocation that goes by handle.
         allocator: of its blocks, where other rings share it; its own when None.
 
     Raises:
@@ -99,6 +100,7 @@ class QRingBuffer:
         self.device = torch.device(device)
         self.memory: RingMemory | None = None
         self.allocator: Allocator = allocator or BlockAllocator(num_blocks)
+        self.device_memory: CudaRingMemory | None = None
         rows = num_blocks * num_layers * block_size
         self.rows_nbytes = (rows + 1) * hidden_dim * dtype.itemsize
         self.stamps_offset = (self.rows_nbytes + PAGE - 1) // PAGE * PAGE
@@ -128,6 +130,9 @@ class QRingBuffer:
         if self.device.type == "cpu":
             self.memory = RingMemory(self.nbytes)
             return torch.from_numpy(self.memory.array)
+        if self.device.type == "cuda":
+            self.device_memory = CudaRingMemory(self.nbytes, self.device)
+            return self.device_memory.tensor()
         return torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
 
     # --- blocks -----------------------------------------------------------------------------------------------
@@ -239,6 +244,16 @@ class QRingBuffer:
         trash = self.num_blocks * self.block_size
         self.flat_stamps.index_copy_(0, torch.where(ring_slots < 0, trash, ring_slots), stamps)
 
+    @property
+    def event_handle(self) -> bytes:
+        """Of the event that says when rows and stamps are there; empty in host memory, where they are."""
+        return b"" if self.device_memory is None else self.device_memory.event_handle
+
+    def record_event(self) -> None:
+        """After the stamps of a step, on the stream that they were queued on."""
+        if self.device_memory is not None:
+            self.device_memory.record_event(torch.cuda.current_stream(self.device).cuda_stream)
+
     def populate(self, num_blocks: int) -> None:
         """Touch the memory of the first `num_blocks` blocks, and all stamps, ahead of use."""
         if self.memory is not None:
@@ -247,6 +262,13 @@ class QRingBuffer:
             )
 
     def close(self) -> None:
-        """Give the shared memory's descriptor back; the tensors stay usable."""
+        """Give the memory back, when the server has let go of it.
+
+        In host memory that is the descriptor, and the tensors stay usable. On a device the tensors go.
+        """
         if self.memory is not None:
             self.memory.close()
+        if self.device_memory is not None:
+            del self.flat, self._flat_bits, self.flat_stamps, self._stamps
+            self.tensors = {}
+            self.device_memory.close()

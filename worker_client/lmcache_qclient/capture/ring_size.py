@@ -24,6 +24,7 @@ class RingSettings:
         depth: steps of `max_num_batched_tokens` that the ring holds.
         max_bytes: budget for the computed size.
         tails: store pieces of chunks, too: what was computed of a chunk that is not computed whole.
+        allow_untested_gpu: capture on a CUDA device, which has never been tried.
         wait_s: most seconds that a step waits for room in a full ring; 0 drops at once.
         layers: that are captured; None for all.
     """
@@ -34,6 +35,7 @@ class RingSettings:
     tails: bool = True
     wait_s: float = 0.0
     layers: LayerSelection | None = None
+    allow_untested_gpu: bool = False
 
 
 class RingBlocks(NamedTuple):

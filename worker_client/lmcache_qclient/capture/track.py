@@ -109,6 +109,7 @@ class Track:
         """The step is whole: its rows count."""
         assert self._rows is not None
         self._rows.stamp()
+        self.ring.record_event()
 
     def spoil(self, runs: Iterable[Run], reason: LossReason) -> None:
         """This track alone did not get the step's rows: the chunks that they belong to can't be stored from here."""

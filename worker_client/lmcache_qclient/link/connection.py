@@ -121,7 +121,9 @@ class Connection:
         inline = self._wanted == INLINE or (self._wanted == AUTO and self.lifeline is None)
         before, self.transport = self.transport, INLINE if inline and takes_inline else SHM
         if not takes_inline and self.lifeline is None:
-            self.no_lifeline_because += "; and the server takes no bytes inline (--no-allow-inline)"
+            self.no_lifeline_because += (
+                "; and the server takes no bytes inline: start it with --allow-inline"
+            )
         if self.transport == INLINE and before != INLINE:
             logger.warning(
                 "bytes to and from %s go inline, in messages: the same results, slower (%s)",

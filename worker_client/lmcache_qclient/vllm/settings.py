@@ -16,6 +16,7 @@ from lmcache_qclient.vllm.selection import check_tokens
 
 TRANSFER = "lmcache.mp.transfer_intermediate_tensors"
 PREFIX = "lmcache.q."
+UNTESTED_GPU = "lmcache.q.allow_untested_gpu"
 
 KNOWN: dict[str, str] = {
     "lmcache.q.server_url": "the server's ZeroMQ address (tcp://127.0.0.1:5555)",
@@ -29,6 +30,7 @@ KNOWN: dict[str, str] = {
     "lmcache.q.layers": 'layers to capture: "0,5,-1", a range "4-7", a slice "::2" (all)',
     "lmcache.q.tokens": "which tokens to capture: prompt, decode or all (all)",
     "lmcache.q.sample": "share of the requests to capture, 0 to 1, by a hash of the request id (1)",
+    "lmcache.q.allow_untested_gpu": "capture on a CUDA device, which has never been tried on a card (false)",
     "lmcache.q.connect_timeout_s": "seconds to wait for the server at start (10)",
     "lmcache.q.heartbeat_s": "seconds between two pings (10)",
 }
@@ -81,6 +83,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
             tails=_flag("lmcache.q.tails", extra.get("lmcache.q.tails", True)),
             wait_s=_full_wait_s(extra),
             layers=_layers(extra.get("lmcache.q.layers")),
+            allow_untested_gpu=_flag(UNTESTED_GPU, extra.get(UNTESTED_GPU, False)),
         ),
         tokens=check_tokens("lmcache.q.tokens", extra.get("lmcache.q.tokens", defaults.tokens)),
         sample=_share("lmcache.q.sample", extra.get("lmcache.q.sample", defaults.sample)),
