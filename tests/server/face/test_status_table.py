@@ -55,7 +55,9 @@ REPORT: dict[str, Any] = {
         "captured": 900,
         "pending": 40,
         "lost": {"ring_full": 10, "preempted": 50, "unmatched": 0},
+        "waited_s": 2.5,
     },
+    "rings": {"blocks": 1024, "used": 100, "highest_ratio": 0.75},
 }
 
 
@@ -75,4 +77,6 @@ def test_the_table() -> None:
         "           org/model##query  01000100  001122334455  5       1280            5.0 MiB",
         "coverage   900 of 1000 computed tokens captured (90.0 %), 40 pending",
         "           lost: preempted 50, ring_full 10",
+        "rings      100 of 1024 blocks in use, 75 % of the fullest one ever",
+        "           engines waited 2.5 s for ring blocks",
     ]
