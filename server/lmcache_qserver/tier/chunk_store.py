@@ -1,0 +1,146 @@
+"""What every kind of persistent store does, and the rules that all of them keep.
+
+    put        create only. A name that exists is success without writing: `already_there`. What is under a name never
+               changes, so who read it once need not look again. When a put is answered `written` or `already_there` the
+               object survives whatever the store survives: for files a power cut.
+    get_into   the object's bytes into given buffers, to the byte: a different length is Corrupt, and then (as after any
+               error) the buffers' contents mean nothing.
+    head       length and age, or None.
+    delete     what is not there is deleted already. What is being read stays readable, or the read fails as NotThere or
+               Corrupt; it never mixes.
+    list       as it goes, a page at a time. An object that comes or goes meanwhile may be in or not.
+    close      takes no more work and waits for what is under way, a bounded time.
+
+    Buffers    put and get_into return a `Transfer` (transfer.py): whoever is cancelled stops waiting, the transfer goes
+               on, and the buffers stay the store's until it is over.
+    Time       every operation ends by itself: retries and time-outs are finite everywhere.
+    Errors     errors.py, nothing else. ValueError is a bug of the caller: a bad name, no bytes.
+    Names      segments of [A-Za-z0-9._=~-] with / between, none empty or beginning with a dot (those are the stores'
+               own). Nobody makes one by hand: paths.py does. Checked again here, because a name becomes a path.
+    Sharing    many stores, in many processes, on many machines, work over one place without knowing of each other.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from lmcache_qserver.tier.transfer import Transfer
+
+MAX_NAME_CHARS = 900
+"""S3 allows 1024 bytes, the store's own prefix included."""
+MAX_SEGMENT_CHARS = 200
+"""File systems allow 255."""
+_NAME = re.compile(rf"(?:[A-Za-z0-9_=~-][A-Za-z0-9._=~-]{{0,{MAX_SEGMENT_CHARS - 1}}}(?:/(?!$)|$))+")
+
+
+class PutOutcome(str, Enum):
+    """How a put succeeded."""
+
+    WRITTEN = "written"
+    ALREADY_THERE = "already_there"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object, from outside.
+
+    Attributes:
+        nbytes: its length.
+        modified: when it was put, seconds since the epoch, by the store's clock.
+    """
+
+    name: str
+    nbytes: int
+    modified: float
+
+
+class ChunkStore(abc.ABC):
+    """One place for objects; see this file's head. Get one by `open_store`.
+
+    Attributes:
+        url: where it is, for people; holds no credentials.
+    """
+
+    url: str
+
+    @abc.abstractmethod
+    def put(self, name: str, parts: Sequence[memoryview]) -> Transfer[PutOutcome]:
+        """Store the parts, one behind the other, as one object.
+
+        Args:
+            parts: of bytes, contiguous; unchanged until the transfer is over.
+
+        Raises:
+            ValueError: a bad name, or no bytes at all.
+        """
+
+    @abc.abstractmethod
+    def get_into(
+        self, name: str, targets: Sequence[memoryview], offset: int = 0, to_end: bool = True
+    ) -> Transfer[None]:
+        """Fill the targets, one after the other, from the object's byte `offset` on.
+
+        Args:
+            targets: of bytes, contiguous, writable; the store's until the transfer is over.
+            to_end: the object must end where the targets do; else it may be longer.
+
+        Raises:
+            ValueError: a bad name, or no room at all.
+        """
+
+    @abc.abstractmethod
+    async def head(self, name: str) -> Entry | None:
+        """The object from outside; None if there is none."""
+
+    @abc.abstractmethod
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; on an error some may be left, and deleting again is safe."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[Entry]:
+        """All objects below a prefix of whole segments, in no order."""
+
+    @abc.abstractmethod
+    async def close(self, timeout_s: float) -> bool:
+        """Take no more work and wait for what is under way. False: something still is, and its buffers are in use."""
+
+
+def check_name(name: str) -> str:
+    """The name.
+
+    Raises:
+        ValueError: no store may see it.
+    """
+    if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is no name of an object")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """A name, or nothing."""
+    return check_name(prefix) if prefix else prefix
+
+
+def byte_views(buffers: Sequence[Any], writable: bool = False) -> list[memoryview]:
+    """Views of our own over the buffers, as bytes; empty ones left out.
+
+    Raises:
+        ValueError: there are no bytes, or a view is not contiguous or not writable.
+    """
+    views = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not view.c_contiguous or (writable and view.readonly):
+            raise ValueError("a buffer is not contiguous, or not writable")
+        if view.nbytes:
+            views.append(view.cast("B"))
+    if not views:
+        raise ValueError("an object has at least one byte")
+    return views

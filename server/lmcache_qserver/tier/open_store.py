@@ -1,0 +1,50 @@
+"""From a URL to a store that works. Adapters are imported here when they are asked for, and nowhere before."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from lmcache_qserver.tier.chunk_store import ChunkStore
+from lmcache_qserver.tier.errors import Refused
+
+OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
+INSTALL = "pip install 'lmcache-qserver[l2]'"
+DEFAULT_TIMEOUT_S = 60.0
+
+
+async def open_store(
+    url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, direct: bool = False
+) -> ChunkStore:
+    """Open a store and see that it answers.
+
+    Args:
+        url: file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://..., memory://. Credentials and endpoints come
+            from the environment in the provider's usual names (AWS_*, GOOGLE_*, AZURE_*), never from the URL.
+        timeout_s: longest time until an operation is answered.
+        direct: files only: write around the page cache (a third of the processor time, colder reads).
+
+    Raises:
+        TierError: the store can't be used; says why.
+        ValueError: not such a URL.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("a store's URL has no credentials, no ? and no #: use the environment")
+    if parts.scheme == "file":
+        path = urllib.parse.unquote(parts.path)
+        if parts.netloc or path in ("", "/"):
+            raise ValueError(f"{url!r} is not of the form file:///PATH")
+        from lmcache_qserver.tier.files import FileStore
+
+        return await FileStore.open(path, timeout_s=timeout_s, direct=direct)
+    if parts.scheme not in OBJECT_SCHEMES:
+        raise ValueError(f"{url!r}: a store is file, {', '.join(OBJECT_SCHEMES)}, with ://")
+    if direct:
+        raise ValueError("direct is for file:// only")
+    try:
+        from lmcache_qserver.tier.objects import ObjectStore
+    except ImportError as error:
+        if error.name != "obstore":
+            raise
+        raise Refused(f"{parts.scheme}:// needs obstore: {INSTALL}") from None
+    return await ObjectStore.open(url, timeout_s=timeout_s)
