@@ -7,7 +7,7 @@ SHELL := bash
 
 PYTHON ?= python3
 ENGINE_ENV := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-OURS := --editable ".[server,dev]"
+OURS := --editable ".[server,l2,dev]"
 CODE := protocol worker_client server $(wildcard tests demo benchmarks)
 
 # $(call install,VENV,WHAT): pip under the constraints. Shows a line per package; warnings only if it fails.

@@ -37,7 +37,9 @@ MAX_NAME_CHARS = 900
 """S3 allows 1024 bytes, the store's own prefix included."""
 MAX_SEGMENT_CHARS = 200
 """File systems allow 255."""
-_NAME = re.compile(rf"(?:[A-Za-z0-9_=~-][A-Za-z0-9._=~-]{{0,{MAX_SEGMENT_CHARS - 1}}}(?:/(?!$)|$))+")
+_NAME = re.compile(
+    rf"(?:[A-Za-z0-9_=~-][A-Za-z0-9._=~-]{{0,{MAX_SEGMENT_CHARS - 1}}}(?:/(?!$)|$))+"
+)
 
 
 class PutOutcome(str, Enum):

@@ -50,7 +50,15 @@ IOV_MAX = 1024
 RENAME_NOREPLACE = 1
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_REFUSED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -68,7 +76,9 @@ class Disk:
     def __init__(self, root: str, direct: bool = False) -> None:
         self.root = root
         self._direct = os.O_DIRECT if direct else 0
-        self._synced: set[str] = set()  # folders whose names are on the disk; threads only add and discard
+        self._synced: set[str] = (
+            set()
+        )  # folders whose names are on the disk; threads only add and discard
         with _told(root):
             self._root = _open_root(root)
             try:
@@ -97,9 +107,7 @@ class Disk:
                 self._synced.clear()
             raise Unavailable(f"{self.root}: its files or folders are being taken away")
 
-    def get_into(
-        self, name: str, targets: Sequence[memoryview], offset: int, to_end: bool
-    ) -> None:
+    def get_into(self, name: str, targets: Sequence[memoryview], offset: int, to_end: bool) -> None:
         """See `ChunkStore.get_into`."""
         wanted = sum(target.nbytes for target in targets)
         with _told(name, missing=NotThere), self._opened(name, os.O_RDONLY | os.O_NOFOLLOW) as fd:
@@ -285,7 +293,9 @@ def _open_root(root: str) -> int:
         os.mkdir(root, 0o700)
     except FileNotFoundError:
         parent = os.path.dirname(root.rstrip("/"))
-        raise Refused(f"{parent} does not exist (a disk that is not mounted?): make it first") from None
+        raise Refused(
+            f"{parent} does not exist (a disk that is not mounted?): make it first"
+        ) from None
     except FileExistsError:
         pass
     return os.open(root, flags)
@@ -325,7 +335,10 @@ def _write_direct(fd: int, parts: Sequence[memoryview], direct: int) -> list[mem
         while left and left[0].nbytes >= ALIGNMENT:
             whole = [part[: part.nbytes // ALIGNMENT * ALIGNMENT] for part in left[:IOV_MAX]]
             # Only the last of them may have a rest.
-            count = next((i + 1 for i, part in enumerate(left[:IOV_MAX]) if part.nbytes % ALIGNMENT), len(whole))
+            count = next(
+                (i + 1 for i, part in enumerate(left[:IOV_MAX]) if part.nbytes % ALIGNMENT),
+                len(whole),
+            )
             written = os.writev(fd, whole[:count])
             left = _behind(left, written)
             if written % ALIGNMENT:

@@ -136,7 +136,9 @@ class Header:
         first, last = self.rows
         if self.block_size < 1 or self.chunk_size < 1 or not 0 <= first < last <= self.chunk_size:
             raise ValueError(f"rows {self.rows} do not lie in a chunk of {self.chunk_size}")
-        if self.piece not in (None, self.rows) or (self.piece is None and self.rows != (0, self.chunk_size)):
+        if self.piece not in (None, self.rows) or (
+            self.piece is None and self.rows != (0, self.chunk_size)
+        ):
             raise ValueError(f"an object of key rows {self.piece} can't hold rows {self.rows}")
         if self.layout_id and self.layout_id != layout_id(self.layout):
             raise ValueError("the layout is not the key's")
@@ -378,4 +380,6 @@ def _short(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-assert SAFETENSORS_DTYPE.keys() == DTYPE_BYTES.keys(), "every dtype of the protocol has a name in safetensors"
+assert SAFETENSORS_DTYPE.keys() == DTYPE_BYTES.keys(), (
+    "every dtype of the protocol has a name in safetensors"
+)

@@ -21,7 +21,7 @@ import contextlib
 import os
 import re
 import urllib.parse
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -74,7 +74,13 @@ _REFUSED = (
     NotImplementedError,
     ValueError,
 )
-_NO_SUCH_PLACE = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_SAYS_NO = (
+    "status code: 401",  # obstore gives listing no kinds of its own
+    "status code: 403",
+    "NoSuchBucket",
+    "ContainerNotFound",
+    "The specified bucket does not exist",
+)
 _NO_ROOM = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 
 
@@ -190,8 +196,8 @@ class ObjectStore(ChunkStore):
     async def _put(
         self,
         name: str,
-        payload: bytes | list[memoryview],
-        views: list[memoryview],
+        payload: bytes | Sequence[memoryview],
+        views: Sequence[memoryview],
         transfer: Transfer[PutOutcome],
     ) -> None:
         try:
@@ -202,7 +208,7 @@ class ObjectStore(ChunkStore):
         await _let_go(views)
         transfer.end()
 
-    async def _put_once(self, name: str, payload: bytes | list[memoryview]) -> PutOutcome:
+    async def _put_once(self, name: str, payload: bytes | Sequence[memoryview]) -> PutOutcome:
         try:
             with _told(name, missing=Refused):
                 try:
@@ -224,7 +230,7 @@ class ObjectStore(ChunkStore):
     async def _get(
         self,
         name: str,
-        targets: list[memoryview],
+        targets: Sequence[memoryview],
         offset: int,
         to_end: bool,
         transfer: Transfer[None],
@@ -239,7 +245,9 @@ class ObjectStore(ChunkStore):
             *(self._get_range(name, part, size, targets, offset) for part in ranges),
             return_exceptions=True,
         )
-        error = await self._explain(name, [item for item in done if item is not None], offset + total)
+        error = await self._explain(
+            name, [item for item in done if item is not None], offset + total
+        )
         if error is None:
             transfer.succeed(None)
         else:
@@ -252,7 +260,7 @@ class ObjectStore(ChunkStore):
         name: str,
         part: tuple[int, int],
         size: int | None,
-        targets: list[memoryview],
+        targets: Sequence[memoryview],
         offset: int,
     ) -> None:
         """One range of the object into its place in the targets.
@@ -273,14 +281,12 @@ class ObjectStore(ChunkStore):
                 received = await asyncio.shield(asyncio.ensure_future(answer.buffer_async()))
             if len(received) != part[1] - part[0]:
                 raise Corrupt(f"{name}: {len(received)} bytes came instead of {part[1] - part[0]}")
-            copying = self._copying.submit(
-                partial(_scatter, received, targets, part[0] - offset)
-            )
+            copying = self._copying.submit(partial(_scatter, received, targets, part[0] - offset))
             await copying.wait_until_over()
             await copying
 
     async def _explain(
-        self, name: str, errors: list[BaseException], least: int
+        self, name: str, errors: Sequence[BaseException], least: int
     ) -> BaseException | None:
         """The one error to tell of several. A range behind the object's end is a generic error of most servers."""
         for kind in (Corrupt, NotThere, Refused):
@@ -358,7 +364,7 @@ async def _let_go(views: Sequence[memoryview]) -> None:
 
 
 @contextlib.contextmanager
-def _told(what: str, missing: type[TierError] = NotThere) -> Any:
+def _told(what: str, missing: type[TierError] = NotThere) -> Iterator[None]:
     """obstore's errors become errors of the tier."""
     try:
         yield
@@ -370,7 +376,7 @@ def _told(what: str, missing: type[TierError] = NotThere) -> Any:
         line = _line(error)
         if any(word in str(error) for word in _NO_ROOM):
             raise Full(f"{what}: {line}") from None
-        if isinstance(error, _REFUSED) or any(word in str(error) for word in _NO_SUCH_PLACE):
+        if isinstance(error, _REFUSED) or any(word in str(error) for word in _SAYS_NO):
             raise Refused(f"{what}: {line}") from None
         raise Unavailable(f"{what}: {line}") from None
 

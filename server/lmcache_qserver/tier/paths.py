@@ -113,7 +113,9 @@ def parse_name(name: str) -> Address | None:
     )
     # Leading zeros, a fan-out folder of another hash, a model quoted otherwise: not a name that we give.
     is_ours = address.name == name and _is_quoted(address.model_folder)
-    return address if is_ours and (address.rows is None or address.rows[0] < address.rows[1]) else None
+    return (
+        address if is_ours and (address.rows is None or address.rows[0] < address.rows[1]) else None
+    )
 
 
 def model_prefix(model_name: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmcache_qserver.tier import ChunkStore, Refused, TierError, Unavailable, open_store
-from lmcache_qserver.tier.objects import ObjectStore
 from tests.server.tier.conformance import (
     DEADLINE_S,
     MIB,
@@ -21,7 +20,7 @@ from tests.server.tier.conformance import (
     names,
     put,
 )
-from tests.server.tier.conftest import BUCKET
+from tests.server.tier.conftest import BUCKET, request
 
 TIMEOUT_S = 1.0
 
@@ -49,10 +48,7 @@ async def test_a_bucket_that_does_not_exist_is_refused_at_opening() -> None:
 
 
 async def test_a_bucket_that_goes_away_refuses(s3_environment: str) -> None:
-    store = await open_store("s3://queries/x", timeout_s=DEADLINE_S)
-    assert isinstance(store, ObjectStore)
-    from tests.server.tier.conftest import request
-
+    store = await open_store(f"s3://{BUCKET}/x", timeout_s=DEADLINE_S)
     request(f"{s3_environment}/{BUCKET}", "DELETE")
     with pytest.raises(Refused, match="no such bucket"):
         await put(store, NAME, b"x")
@@ -65,21 +61,22 @@ class FakeServer:
     def __init__(self, answer: bytes | None, read_bytes: int | None = None) -> None:
         self.answer = answer
         self.read_bytes = read_bytes
-        self.requests = 0
         self.url = ""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        try:
             while await reader.readuntil(b"\r\n\r\n"):
-                self.requests += 1
                 if self.answer is None:
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(DEADLINE_S)
+                    return
                 if self.read_bytes is not None:
                     await reader.readexactly(self.read_bytes)
-                    break
-                assert self.answer is not None
+                    return
                 writer.write(self.answer)
-        writer.close()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.transport.abort()
 
     @contextlib.asynccontextmanager
     async def running(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
@@ -102,6 +99,7 @@ class FakeServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.01)  # aborted transports close in the loop's next turn
 
 
 def answer(status: str, body: str) -> bytes:
