@@ -3,10 +3,11 @@
     put         header and checksum, temporary file, write, fdatasync, name, fsync of the folder; as a coroutine waits
                 for it. Against: open, writev, fdatasync of a new file.
     get         into a buffer that is there, and proven by its checksum. Against: open and preadv into such a buffer.
+    get, bytes  the same without the proof: what the store alone takes
     get, cold   the same after the kernel was told to forget the file's pages.
     ... direct  written with O_DIRECT, against the same plain file through the cache.
 
-Pairs, who goes first alternates; a ratio of 1.0 is as fast as the plain file. Seconds of processor time per GB (1e9) are
+Pairs, who goes first alternates; 1.0 is as fast as the plain file. Seconds of processor time per GB (1e9) are
 this process's, kernel included. `python -m benchmarks.tier --folder DISK` (default: the current folder's disk).
 """
 
@@ -68,9 +69,7 @@ class Objects:
         self.folder = folder
 
     def key(self, index: int) -> ObjectKey:
-        return ObjectKey(
-            family=self.family, chunk_hash=index.to_bytes(32, "little"), rows=None
-        )
+        return ObjectKey(family=self.family, chunk_hash=index.to_bytes(32, "little"), rows=None)
 
     def plain(self, index: int) -> Path:
         return self.folder / f"plain-{index}"
@@ -86,9 +85,12 @@ class Objects:
 
     async def get(self, store: ChunkStore, index: int) -> None:
         """One object, proven."""
-        key = self.key(index)
-        await store.get_into(name_of(key), [self.header, self.target])
-        decode(self.header, self.target, key)
+        await self.get_bytes(store, index)
+        decode(self.header, self.target, self.key(index))
+
+    async def get_bytes(self, store: ChunkStore, index: int) -> None:
+        """One object as it lies there."""
+        await store.get_into(name_of(self.key(index)), [self.header, self.target])
 
     def put_plain(self, index: int) -> None:
         """The same bytes, as anybody would write them."""
@@ -119,9 +121,7 @@ class Timed:
         self._loop = loop
         self.cpu_s = 0.0
 
-    def __call__(
-        self, work: Callable[[int], Coroutine[Any, Any, None]]
-    ) -> Callable[[int], None]:
+    def __call__(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> Callable[[int], None]:
         def call(index: int) -> None:
             began = time.process_time()
             self._loop.run_until_complete(work(index))
@@ -149,6 +149,8 @@ def measure(folder: Path, chunk_mib: int, rounds: int, direct: bool) -> dict[str
         figures |= _figures("get_cold", colds, timed, objects.nbytes)
         gets = interleaved(timed(lambda i: objects.get(store, i)), objects.get_plain, rounds)
         figures |= _figures("get", gets, timed, objects.nbytes)
+        alone = interleaved(timed(lambda i: objects.get_bytes(store, i)), objects.get_plain, rounds)
+        figures |= _figures("get_bytes", alone, timed, objects.nbytes)
     finally:
         loop.run_until_complete(store.close(10.0))
         loop.close()

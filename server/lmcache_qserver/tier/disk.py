@@ -22,7 +22,7 @@
     File systems without hard links get renameat2 with RENAME_NOREPLACE instead.
 
 ROOT is held as an open folder: if another file system is mounted over it, or it is taken away, nothing is written
-elsewhere. .tmp is made at opening only, so a folder that was emptied under us says so instead of filling the wrong disk.
+elsewhere. .tmp is made at opening only, so a folder that was emptied under us says so and fills no wrong disk.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Disk:
                 self._sync(folder)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """All objects below a folder; what else lies there is not listed. One folder's names are in memory at a time."""
+        """All objects below a folder, and nothing else that lies there; in memory are one folder's at a time."""
         waiting = [prefix]
         while waiting:
             folder = waiting.pop()

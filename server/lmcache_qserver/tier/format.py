@@ -4,7 +4,7 @@
     byte 8                 {"__metadata__": {...}, "q": {"dtype", "shape", "data_offsets"}}, then spaces
     byte `header_bytes`    tensor `q`, [blocks, layers, block_size, heads * head_dim], C order, to the end
 
-`header_bytes` is 4096; the next multiples of 4096 where the metadata need more (hundreds of layers, long names): data is
+`header_bytes` is 4096, or a larger multiple of it where metadata need more (hundreds of layers, long names): data is
 always aligned for O_DIRECT and for mapping. Any safetensors library reads the file.
 
 Metadata are strings, as safetensors wants. Numbers and lists in them are JSON:
@@ -24,7 +24,7 @@ Metadata are strings, as safetensors wants. Numbers and lists in them are JSON:
 
 Only one header says the same: reading renders it anew and compares bytes. So a header is accepted if it is exactly what
 `encode` makes of its contents, its checksum holds over every byte of the object, its layout has the key's layout id,
-and the tensor has as many bytes as layout and rows make. Anything else is Corrupt. xxh3-64 finds accidents, not forgers.
+and the tensor has as many bytes as layout and rows make. All else is Corrupt. xxh3-64 finds accidents, not forgers.
 
 Pure: no I/O. Large data is read once, for the checksum, with the GIL free, and never copied.
 """

@@ -32,7 +32,7 @@ async def open_store(
         raise ValueError("a store's URL has no credentials, no ? and no #: use the environment")
     if parts.scheme == "file":
         path = urllib.parse.unquote(parts.path)
-        if parts.netloc or path in ("", "/"):
+        if parts.netloc or not url.startswith("file:///") or path == "/":
             raise ValueError(f"{url!r} is not of the form file:///PATH")
         from lmcache_qserver.tier.files import FileStore
 

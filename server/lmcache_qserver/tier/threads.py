@@ -3,7 +3,7 @@
     submit ─▶ WAITING ─┬─ claimed by a thread ─▶ RUNNING ─── the thread returns ──▶ over
                        └─ given up (closing, or every thread hangs), never runs ──▶ over
 
-    RUNNING for longer than the time-out: the outcome is Unavailable, the thread is overdue, `over` comes when it returns.
+    RUNNING longer than the time-out: the outcome is Unavailable, the thread is overdue, `over` comes when it returns.
 
 The time of a job counts from when a thread has claimed it, so a long queue times nobody out. When all threads are
 overdue, what waits and what comes is answered Unavailable at once, until one comes back.

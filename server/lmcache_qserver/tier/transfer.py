@@ -11,7 +11,7 @@ after the time-out while a thread still sits in its write. Before `over` the sou
 target of a get must not be used for anything else: it has happened that the bytes of two objects were mixed into one
 (a cancelled put that went on reading from a buffer that had been given away).
 
-Both futures are private: awaiting a bare future and being cancelled would cancel *it*, and a cancelled `over` looks done.
+Both futures are private: who awaits a bare future and is cancelled cancels *it*, and a cancelled `over` looks done.
 
 Event loop only.
 """

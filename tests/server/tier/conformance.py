@@ -1,4 +1,4 @@
-"""What every ChunkStore must do. An adapter's test class inherits this and says how to open two stores over one place."""
+"""What every ChunkStore must do. An adapter's test class inherits this and says how to open it."""
 
 from __future__ import annotations
 

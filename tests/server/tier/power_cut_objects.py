@@ -36,5 +36,5 @@ def object_parts(index: int) -> tuple[str, list[memoryview]]:
     """(name, header and 1 MiB of data)."""
     key = key_of(index)
     header = header_of(key, LAYOUT, BLOCK_SIZE, CHUNK_SIZE, (0, CHUNK_SIZE), 1.8e9)
-    data = memoryview(np.random.default_rng(index).integers(0, 256, header.data_bytes, np.uint8))
+    data = np.random.default_rng(index).integers(0, 256, header.data_bytes, np.uint8).data
     return name_of(key), [memoryview(encode(header, data)), data]

@@ -1,4 +1,4 @@
-"""Puts objects until it is killed; prints the index of each that has been acknowledged. Arguments: URL, direct or not."""
+"""Puts objects until it is killed, and prints the index of each that has been acknowledged."""
 
 from __future__ import annotations
 

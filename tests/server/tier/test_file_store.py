@@ -504,6 +504,7 @@ async def test_a_hanging_disk_is_answered_in_time_and_keeps_the_buffer(
     # Four threads hang; what waited behind them will never run, and what comes is not even queued.
     assert [transfer.is_over for transfer in transfers] == [False] * 4 + [True] * 2
     late = store.put("v1/x/late", [memoryview(b"x")])
+    assert late.has_outcome
     with pytest.raises(Unavailable, match="hangs"):
         await late
     assert late.is_over

@@ -377,6 +377,21 @@ def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_checksum(
     rejects(key, _with_checksum(head.replace(old, CHANGES[old]), data) + data)
 
 
+def test_another_keys_digest_is_refused_even_where_all_that_is_in_words_agrees() -> None:
+    """Salts whose digests collide, say."""
+    key, head, data = small()
+    digest = key.digest().hex().encode()
+    other = head.replace(digest, digest[::-1])
+    assert other != head
+    rejects(key, _with_checksum(other, data) + data)
+
+
+def test_data_of_another_length_are_told_as_such() -> None:
+    key, head, data = small()
+    with pytest.raises(Corrupt, match="511 bytes of data instead of 512"):
+        accepts(key, head, data[:-1])
+
+
 def _with_checksum(head: bytes, data: bytes) -> bytes:
     from lmcache_qserver.tier import format as module
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def mounted(image: Path, place: Path) -> Iterator[Path]:
-    """The image's file system; nothing is written to the disk unless somebody asks for it (or half a minute goes by)."""
+    """The image's file system; hardly anything is written to it unless somebody asks for that."""
     place.mkdir()
     done = subprocess.run(
         ["mount", "-o", "loop,commit=600", str(image), str(place)], capture_output=True, check=False
