@@ -2,7 +2,8 @@
 
     put        create only. A name that exists is success without writing: `already_there`. What is under a name never
                changes, so who read it once need not look again. When a put is answered `written` or `already_there` the
-               object survives whatever the store survives: for files a power cut.
+               object survives whatever the store survives: for files a power cut. Nobody looks whether what is there is
+               whole: who finds a Corrupt object deletes it, and then it can be put again.
     get_into   the object's bytes into given buffers, to the byte: a different length is Corrupt, and then (as after any
                error) the buffers' contents mean nothing.
     head       length and age, or None.
@@ -120,9 +121,14 @@ def check_name(name: str) -> str:
     Raises:
         ValueError: no store may see it.
     """
-    if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None:
+    if not is_name(name):
         raise ValueError(f"{name!r} is no name of an object")
     return name
+
+
+def is_name(name: str) -> bool:
+    """Whether a store may see it."""
+    return len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name) is not None
 
 
 def check_prefix(prefix: str) -> str:

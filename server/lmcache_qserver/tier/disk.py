@@ -37,7 +37,7 @@ import secrets
 import stat
 from collections.abc import Iterator, Sequence
 
-from lmcache_qserver.tier.chunk_store import MAX_NAME_CHARS, Entry, PutOutcome, check_name
+from lmcache_qserver.tier.chunk_store import MAX_NAME_CHARS, Entry, PutOutcome, is_name
 from lmcache_qserver.tier.errors import Corrupt, Full, NotThere, Refused, TierError, Unavailable
 
 TMP = ".tmp"
@@ -49,6 +49,8 @@ MAX_BOUNCE_BYTES = 1 << 20
 IOV_MAX = 1024
 RENAME_NOREPLACE = 1
 
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Non-blocking for the sake of what is no file: opening a pipe would wait for its writer."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _REFUSED = (
     errno.EACCES,
@@ -110,7 +112,7 @@ class Disk:
     def get_into(self, name: str, targets: Sequence[memoryview], offset: int, to_end: bool) -> None:
         """See `ChunkStore.get_into`."""
         wanted = sum(target.nbytes for target in targets)
-        with _told(name, missing=NotThere), self._opened(name, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        with _told(name, missing=NotThere), self._opened(name, _READ) as fd:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise Refused(f"{name} is not a file")
@@ -180,9 +182,11 @@ class Disk:
 
     def _exists(self, name: str) -> bool:
         try:
-            os.stat(name, dir_fd=self._root, follow_symlinks=False)
+            found = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except FileNotFoundError:
             return False
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(f"{name} is not a file")
         return True
 
     def _write(self, name: str, parts: Sequence[memoryview]) -> PutOutcome:
@@ -271,8 +275,10 @@ class Disk:
                 os.scandir(fd) as found,
             ):
                 for item in found:
-                    with contextlib.suppress(FileNotFoundError, ValueError):
-                        name = check_name(f"{folder}/{item.name}" if folder else item.name)
+                    name = f"{folder}/{item.name}" if folder else item.name
+                    if not is_name(name):
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
                         if item.is_dir(follow_symlinks=False):
                             folders.append(name)
                         elif item.is_file(follow_symlinks=False):

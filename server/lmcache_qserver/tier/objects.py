@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import urllib.parse
@@ -47,10 +48,13 @@ from lmcache_qserver.tier.chunk_store import (
     byte_views,
     check_name,
     check_prefix,
+    is_name,
 )
 from lmcache_qserver.tier.errors import Corrupt, Full, NotThere, Refused, TierError, Unavailable
 from lmcache_qserver.tier.threads import Threads
 from lmcache_qserver.tier.transfer import Transfer
+
+logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 << 20
 REQUESTS = 8
@@ -165,8 +169,7 @@ class ObjectStore(ChunkStore):
             pages = obstore.list(self._store, prefix or None, chunk_size=PAGE_ENTRIES)
             async for page in pages:
                 for meta in page:
-                    with contextlib.suppress(ValueError):  # not an object of ours
-                        check_name(meta["path"])
+                    if is_name(meta["path"]):
                         yield _entry(meta)
 
     async def close(self, timeout_s: float) -> bool:
@@ -203,8 +206,10 @@ class ObjectStore(ChunkStore):
         try:
             async with self._requests:
                 transfer.succeed(await self._put_once(name, payload))
-        except TierError as error:
-            transfer.fail(error)
+        except asyncio.CancelledError:
+            raise  # the loop ends; the library may go on, so it is never over
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            transfer.fail(_unexpected(error))
         await _let_go(views)
         transfer.end()
 
@@ -245,9 +250,8 @@ class ObjectStore(ChunkStore):
             *(self._get_range(name, part, size, targets, offset) for part in ranges),
             return_exceptions=True,
         )
-        error = await self._explain(
-            name, [item for item in done if item is not None], offset + total
-        )
+        errors = [_unexpected(item) for item in done if item is not None]
+        error = await self._explain(name, errors, offset + total)
         if error is None:
             transfer.succeed(None)
         else:
@@ -348,6 +352,13 @@ def _scatter(received: Any, targets: Sequence[memoryview], place: int) -> None:
             place -= target.nbytes
         if not source.nbytes:
             return
+
+
+def _unexpected(error: BaseException) -> BaseException:
+    """The error; one that is none of the tier's is a fault of ours or the library's, and is logged."""
+    if not isinstance(error, TierError):
+        logger.error("an object store failed", exc_info=error)
+    return error
 
 
 async def _let_go(views: Sequence[memoryview]) -> None:

@@ -445,10 +445,11 @@ async def test_links_and_strangers_are_neither_listed_nor_followed(
     (folder / "v1/a/.hidden").write_bytes(b"")
     os.mkfifo(folder / "v1/a/pipe")
     assert await names(store) == {"v1/a/b"}
-    with pytest.raises(Refused):
-        await get(store, "v1/a/link", 6)
-    with pytest.raises(Refused):
-        await get(store, "v1/a", 6)
+    for name in ("v1/a", "v1/a/link", "v1/a/pipe"):
+        with pytest.raises(Refused):
+            await get(store, name, 6)
+        with pytest.raises(Refused, match="not a file"):
+            await put(store, name, b"x")
 
 
 async def test_a_file_that_shrinks_while_it_is_read_is_corrupt(
