@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import obstore
 import pytest
 
-from lmcache_qserver.tier import ChunkStore, open_store
+from lmcache_qserver.tier import ChunkStore, PutOutcome, open_store
 from lmcache_qserver.tier.objects import ObjectStore
 from tests.server.tier.conformance import DEADLINE_S, NAME, StoreConformance
 
@@ -28,7 +31,7 @@ class TestMemoryStore(StoreConformance):
 async def test_what_nobody_expects_of_the_library_ends_a_transfer_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = await open_store("memory://")
+    store = await open_store("memory://", timeout_s=5.0)
 
     async def fail(*_args: object, **_options: object) -> None:
         raise RuntimeError("a fault")
@@ -40,6 +43,30 @@ async def test_what_nobody_expects_of_the_library_ends_a_transfer_all_the_same(
         store.get_into(NAME, [memoryview(bytearray(1))]),
     ):
         with pytest.raises(RuntimeError, match="a fault"):
-            await transfer
+            await asyncio.wait_for(transfer, 1.0)
         await asyncio.wait_for(transfer.wait_until_over(), DEADLINE_S)
+    assert await store.close(DEADLINE_S)
+
+
+async def test_an_answer_is_not_the_end_while_the_library_holds_on_to_the_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A body that is still under way, a retry: nothing says so but the buffer itself."""
+    held: list[npt.NDArray[np.uint8]] = []
+
+    async def answer_and_hold(_store: object, _name: str, parts: Any, **_options: object) -> None:
+        held.extend(np.frombuffer(part, np.uint8) for part in parts)
+
+    monkeypatch.setattr(obstore, "put_async", answer_and_hold)
+    store = ObjectStore("s3://bucket", None, DEADLINE_S)
+    transfer = store.put(NAME, [memoryview(b"x"), memoryview(b"y")])
+    assert await transfer is PutOutcome.WRITTEN
+    await asyncio.sleep(0.02)
+    assert not transfer.is_over
+    held.pop(0)
+    await asyncio.sleep(0.02)
+    assert not transfer.is_over
+    assert not await store.close(0.01)
+    held.pop(0)
+    await asyncio.wait_for(transfer.wait_until_over(), DEADLINE_S)
     assert await store.close(DEADLINE_S)
