@@ -63,9 +63,9 @@ class Objects:
             kv_rank=kv_rank(1, 0),
             layout_id=layout_id(self.layout),
         )
-        self.data = memoryview(np.random.default_rng(0).integers(0, 256, self.nbytes, np.uint8))
+        self.data = np.random.default_rng(0).integers(0, 256, self.nbytes, np.uint8).data
         self.header = memoryview(bytearray(ALIGNMENT))
-        self.target = memoryview(np.ones(self.nbytes, np.uint8))
+        self.target = np.ones(self.nbytes, np.uint8).data
         self.folder = folder
 
     def key(self, index: int) -> ObjectKey:

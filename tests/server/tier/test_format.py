@@ -180,7 +180,7 @@ def test_safetensors_reads_values_and_metadata_in_a_file(tmp_path: Any) -> None:
     values = np.arange(2 * 2 * 4 * 16, dtype=np.float32).reshape(2, 2, 4, 16)
     layout = layout_of(dtype="float32")
     key = key_of(layout)
-    head = encode(header_of(key, layout, 4, 8, (0, 8), CREATED), memoryview(values))
+    head = encode(header_of(key, layout, 4, 8, (0, 8), CREATED), values.data)
     path = tmp_path / "x.safetensors"
     path.write_bytes(head + values.tobytes())
     assert (load_numpy(path.read_bytes())["q"] == values).all()
@@ -212,7 +212,7 @@ def test_long_names_and_extras_fit() -> None:
     head = encode(header, memoryview(data))
     assert accepts(key, head, data).model_name == model
     assert accepts(key, head, data).extra["tokens"] == TOKENS * 1000
-    assert safetensors.deserialize(head + data)
+    assert load_torch(head + data)["q"].shape == header.shape
     with pytest.raises(ValueError, match="at most"):
         encode(
             header_of(key, layout, 4, 8, (0, 8), CREATED, extra={"x": "y" * MAX_HEADER_BYTES}),
