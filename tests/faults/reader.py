@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lmcache_qclient.qcache import QCacheContext, connect, reading
+from lmcache_qclient.qcache import QCacheContext, connect, pool_map
 from lmcache_qclient.qcache.copies import Copy
 from lmcache_qprotocol.errors import QServerError
 from tests.e2e.small_worker import MODEL
@@ -67,7 +67,8 @@ def _pause_while_copying(page: Page) -> None:
             time.sleep(page.pause_s)
         page.phase = Phase.ASKING
 
-    setattr(reading, "copy_all", copy_all)  # noqa: B010 - a name that the module only uses
+    assert hasattr(pool_map, "copy_all")
+    setattr(pool_map, "copy_all", copy_all)  # noqa: B010 - a name that the module only uses
 
 
 def main(pipe: Connection, page_path: Path, url: str, http_url: str, timeout_s: float) -> None:
