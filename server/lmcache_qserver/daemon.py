@@ -170,6 +170,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._note_signal)
         try:
+            self._module.start()
             await self._bind()
             self._lag.start()
             populating = asyncio.create_task(self._populate())

@@ -72,6 +72,10 @@ class Checksums:
         self._worker: asyncio.Task[None] | None = None
         self._verifying: asyncio.Task[VerifyReply] | None = None
 
+    def start(self) -> None:
+        """Start the thread now, not when it is first needed."""
+        self._start_lane()
+
     def note(self, stored: StoredObject) -> None:
         """An object has been committed, with its checksum or without."""
         if stored.checksum is not None:

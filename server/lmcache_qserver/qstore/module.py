@@ -136,6 +136,10 @@ class QStoreModule:
             self.registry, chunk_size, features, copy_timeout_s, self.uploads.instance_leaves
         )
 
+    def start(self) -> None:
+        """What runs as long as the module does is there from now on, not from when it is first needed."""
+        self._checksums.start()
+
     # --- instances ----------------------------------------------------------------------------------------------
 
     async def register_q_cache(
