@@ -176,6 +176,8 @@ def _default(field: Any) -> str:
     if field.required:
         return ""
     value = field.default
+    if value is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
+        return "left out"
     if value is msgspec.NODEFAULT:
         value = field.default_factory()
     if isinstance(value, Enum):

@@ -90,10 +90,12 @@ def test_layout_ids_are_equal_when_layouts_are(one: Layout, other: Layout) -> No
 @pytest.mark.parametrize(
     "changes",
     [
+        {"all_layer_ids": ()},
         {"all_layer_ids": (0, 1, 2)},
         {"all_layer_ids": (0, 1, 3, 4)},
         {"all_layer_ids": (2, 1, 0, 3)},
         {"all_layer_ids": (0, 1, 2, 3, 3)},
+        {"scales": ()},
         {"scales": (1.0, 1.0)},
         {"scales": (1.0, 1.0, float("inf"))},
     ],

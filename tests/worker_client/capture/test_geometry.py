@@ -275,7 +275,7 @@ def test_c18_quantized_queries_keep_their_type_and_scale() -> None:
     assert fp8.layout.layer_ids == (0, 1, 3, 4, 5)
     assert fp8.layout.scales == (0.5, 0.5, 0.5, 2.0, 0.5)
     assert (plain.dtype, plain.layout.dtype) == (torch.bfloat16, "bfloat16")
-    assert plain.layout.scales == ()
+    assert plain.layout.layer_scales == (1.0,)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import UNSET
 
 from lmcache_qclient.capture.draft_layers import without_drafts
 from lmcache_qclient.capture.layer_selection import LayerSelection
@@ -252,8 +253,8 @@ def _layout_of(
         pp_rank=rank // tp_size,
         pp_size=pp_size,
         model_revision=str(getattr(model, "revision", None) or ""),
-        all_layer_ids=() if len(members) == len(names) else tuple(map(layer_id, names)),
-        scales=() if shape.dtype is model.dtype else tuple(members.values()),
+        all_layer_ids=UNSET if len(members) == len(names) else tuple(map(layer_id, names)),
+        scales=UNSET if shape.dtype is model.dtype else tuple(members.values()),
     )
 
 

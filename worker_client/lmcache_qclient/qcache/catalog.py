@@ -226,11 +226,6 @@ def _shape(layout: Layout) -> Shape:
     return layout.total_heads, layout.head_dim, layout.dtype
 
 
-def _all_layers(layout: Layout) -> tuple[int, ...]:
-    """All layers that the rank stores."""
-    return layout.all_layer_ids or layout.layer_ids
-
-
 Way = tuple[StoredEntry, ...]
 """One way in which a stage is stored: entries of all its ranks and shapes."""
 
@@ -250,9 +245,9 @@ def _ways_of(stage: Sequence[StoredEntry]) -> list[Way]:
     selections: dict[tuple[int, ...], dict[tuple[int, ...], dict[Any, list[StoredEntry]]]] = {}
     for entry in stage:
         layout = entry.layout
-        slices = selections.setdefault(_all_layers(layout), {})
+        slices = selections.setdefault(layout.rank_layer_ids, {})
         variants = slices.setdefault(layout.layer_ids, {})
-        variants.setdefault((_shape(layout), layout.scales), []).append(entry)
+        variants.setdefault((_shape(layout), layout.layer_scales), []).append(entry)
     return [
         tuple(itertools.chain(*choice))
         for slices in selections.values()
@@ -295,7 +290,7 @@ def _missing_ranks(entries: Sequence[StoredEntry]) -> tuple[int, ...]:
     first = entries[0].layout
     stored: dict[int, set[int]] = {}
     for entry in entries:
-        stored.setdefault(_rank(entry.layout), set(_all_layers(entry.layout)))
+        stored.setdefault(_rank(entry.layout), set(entry.layout.rank_layer_ids))
     for entry in entries:
         stored[_rank(entry.layout)] -= set(entry.layout.layer_ids)
     return tuple(rank for rank in range(first.tp_size * first.pp_size) if stored.get(rank, True))
@@ -314,7 +309,7 @@ def _of_one_shape(entries: Sequence[StoredEntry], missing_ranks: tuple[int, ...]
         if place not in first_layer:
             first_layer[place] = len(layer_ids)
             layer_ids.extend(layout.layer_ids)
-            scales.extend(layout.scales or (1.0,) * len(layout.layer_ids))
+            scales.extend(layout.layer_scales)
         start = first_layer[place]
         parts.append(
             RankPart(
