@@ -126,13 +126,6 @@ CASES = (
         llm={"pipeline_parallel_size": 2, "enforce_eager": False},
         ranks=2,
     ),
-    Case(
-        "Falcon-H1: Mamba beside attention",
-        tiny_models.falcon_h1,
-        (((0, 1), 4, 32),),
-        llm={"max_num_seqs": 1},
-        cached=False,
-    ),
 )
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 VOCABULARY = 320
-HIDDEN_OF_HYBRIDS = 128
-"""They take hidden size / heads for the size of a head, and the engine's smallest is 32."""
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -153,23 +151,6 @@ def qwen3_next() -> Any:
         shared_expert_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
-    )
-
-
-def falcon_h1() -> Any:
-    """Attention and Mamba side by side in every layer."""
-    from transformers import FalconH1Config
-
-    return FalconH1Config(
-        **{**COMMON, "hidden_size": HIDDEN_OF_HYBRIDS},
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_chunk_size=256,
     )
 
 
