@@ -133,27 +133,6 @@ def deepseek() -> Any:
     )
 
 
-def qwen3_next() -> Any:
-    """Three layers of gated delta net, then one with attention."""
-    from transformers import Qwen3NextConfig
-
-    return Qwen3NextConfig(
-        **COMMON,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-
-
 def make_model(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a checkpoint with random weights."""
     from transformers import AutoModelForCausalLM
