@@ -53,6 +53,10 @@ def _int_words(info: Any) -> str:
     return f"int {'' if low is None else number(low)}..{'' if high is None else number(high)}"
 
 
+def _float_words(info: Any) -> str:
+    return "float" if info.gt is None else f"float > {info.gt}"
+
+
 def _size_words(info: Any) -> str:
     least, most = info.min_length or 0, info.max_length
     if most is None:
@@ -84,6 +88,7 @@ _WORDS: dict[type, Callable[[Any], str]] = {
     mi.NoneType: lambda info: "nil",
     mi.BoolType: lambda info: "bool",
     mi.IntType: _int_words,
+    mi.FloatType: _float_words,
     mi.StrType: lambda info: "str" + _size_words(info),
     mi.BytesType: lambda info: "bin" + _size_words(info),
     mi.RawType: lambda info: "anything",
@@ -171,6 +176,8 @@ def _default(field: Any) -> str:
     if field.required:
         return ""
     value = field.default
+    if value is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
+        return "left out"
     if value is msgspec.NODEFAULT:
         value = field.default_factory()
     if isinstance(value, Enum):

@@ -1,4 +1,4 @@
-"""A msgpack packer of our own, to check the real one against: shortest forms only, no floats.
+"""A msgpack packer of our own, to check the real one against: shortest forms only, floats of 64 bits.
 
 Golden files are JSON, which has no bytes; there `{"$bin": hex}` stands for bytes and
 `{"$ext": [code, hex]}` for an extension value.
@@ -38,6 +38,8 @@ def pack(value: Any) -> bytes:
         return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
     if isinstance(value, int):
         return _pack_int(value)
+    if isinstance(value, float):
+        return struct.pack(">Bd", 0xCB, value)
     if isinstance(value, str):
         raw = value.encode()
         return _head(len(raw), 0xA0, 32, (0xD9, 0xDA, 0xDB)) + raw

@@ -76,14 +76,27 @@ def _of_layout(info: Any) -> st.SearchStrategy[Layout]:
         dtype=st.sampled_from(sorted(DTYPE_BYTES)),
         tp_rank=st.just(0),
         pp_rank=st.just(0),
+        all_layer_ids=st.just(msgspec.UNSET),
+        scales=st.just(msgspec.UNSET),
     )
+    others = st.sets(st.integers(0, (1 << 24) - 1), max_size=SMALL)
+    scale = st.floats(0, 1e6, exclude_min=True)
     return st.builds(
-        lambda layout, first, count: msgspec.structs.replace(
-            layout, first_head=first, num_heads=count, tp_rank=layout.tp_size - 1
+        lambda layout, first, count, more, scales: msgspec.structs.replace(
+            layout,
+            first_head=first,
+            num_heads=count,
+            tp_rank=layout.tp_size - 1,
+            all_layer_ids=tuple(sorted(more.union(layout.layer_ids)))
+            if more - set(layout.layer_ids)
+            else msgspec.UNSET,
+            scales=tuple(scales[: len(layout.layer_ids)]) or msgspec.UNSET,
         ),
         base,
         heads,
         heads,
+        others,
+        st.just([]) | st.lists(scale, min_size=SMALL, max_size=SMALL),
     )
 
 

@@ -83,7 +83,10 @@ def object_digest(fields: dict[str, Any]) -> bytes:
 def layout_digest(fields: dict[str, Any]) -> bytes:
     order = ["feature", "layer_ids", "first_head", "num_heads", "total_heads", "head_dim", "dtype"]
     order += ["tp_rank", "tp_size", "pp_rank", "pp_size", "model_revision"]
-    return derive(LAYOUT_CONTEXT, pack([fields[name] for name in order]), 16)
+    later = [fields.get(name) for name in ("all_layer_ids", "scales")]
+    while later and later[-1] is None:
+        later.pop()
+    return derive(LAYOUT_CONTEXT, pack([*(fields[name] for name in order), *later]), 16)
 
 
 def salt_name(salt: str) -> str:

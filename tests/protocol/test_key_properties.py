@@ -48,6 +48,8 @@ OTHER_LAYOUT: dict[str, Any] = {
     "pp_rank": 2,
     "pp_size": 2,
     "model_revision": "main",
+    "all_layer_ids": (0, 1, 2, 3),
+    "scales": (1.0, 0.5, 2.0),
 }
 FAMILY = KeyFamily(model_name="m##query", world_size=2, kv_rank=kv_rank(2, 0), cache_salt="a")
 OTHER_FAMILY: dict[str, Any] = {
@@ -83,6 +85,24 @@ def test_layout_ids_are_equal_when_layouts_are(one: Layout, other: Layout) -> No
     assert len(layout_id(one)) == LAYOUT_ID_BYTES
     assert layout_id(msgspec.structs.replace(one)) == layout_id(one)
     assert (layout_id(one) == layout_id(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"all_layer_ids": ()},
+        {"all_layer_ids": (0, 1, 2)},
+        {"all_layer_ids": (0, 1, 3, 4)},
+        {"all_layer_ids": (2, 1, 0, 3)},
+        {"all_layer_ids": (0, 1, 2, 3, 3)},
+        {"scales": ()},
+        {"scales": (1.0, 1.0)},
+        {"scales": (1.0, 1.0, float("inf"))},
+    ],
+)
+def test_a_layout_that_contradicts_itself(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes)).rstrip("s")):
+        msgspec.structs.replace(LAYOUT, **changes)
 
 
 @given(layouts)

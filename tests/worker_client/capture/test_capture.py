@@ -26,6 +26,7 @@ from tests.worker_client.capture.engine import Chances, Engine, SimRequest
 from tests.worker_client.capture.fake_adapter import FakeAdapter
 from tests.worker_client.capture.fake_vllm import (
     FullAttentionSpec,
+    MambaSpec,
     cache_config,
     caches,
     group,
@@ -499,7 +500,7 @@ def test_a_ring_smaller_than_a_chunk_is_told_at_start(
     capture.shutdown()
 
 
-def test_layers_that_share_a_cache_are_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_in_no_cache_group_are_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
     adapter = FakeAdapter(8)
     capture = QRingBufferCapture(
         [(QUERY, cast(QRingBufferAdapter, adapter))], RingSettings(blocks=2)
@@ -643,3 +644,15 @@ def test_c35_with_pieces_every_row_of_an_odd_length_is_stored(length: int) -> No
     assert worker.check() == [("a", *edge) for edge in pairwise(edges)]
     assert worker.lost == {}
     assert worker.all_free()
+
+
+def test_a_pipeline_stage_without_a_layer_to_store_is_refused() -> None:
+    """A reader would wait for it for ever; where there is one stage, there is nothing to wait for."""
+    names = layer_names(2)
+    adapter = cast(QRingBufferAdapter, FakeAdapter(256))
+    capture = QRingBufferCapture([(QUERY, adapter)], RingSettings())
+    groups = cache_config(group(MambaSpec(16), names))
+    capture.setup_q_ring(caches(names), groups, vllm_config())
+    assert capture.tracks == ()
+    with pytest.raises(NotImplementedError, match="fewer stages"):
+        capture.setup_q_ring(caches(names), groups, vllm_config(pp=2))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lmcache_qclient.capture.geometry import (
+    Geometry,
+    attends,
     attention_layers,
-    geometry_of,
+    geometries_of,
     layer_id,
-    layers_without_group,
     reference_group,
     ring_block_size,
+    sharing_layers,
 )
 from lmcache_qclient.capture.ring_size import RingSettings, ring_blocks
+from lmcache_qclient.features.attention_output import FEATURE as OUTPUT
+from lmcache_qclient.features.key import FEATURE as KEY
 from lmcache_qclient.features.query import FEATURE as QUERY
 from tests.worker_client.capture.fake_vllm import (
     AttentionSpec,
@@ -32,6 +37,13 @@ from tests.worker_client.capture.fake_vllm import (
 )
 
 NAMES = layer_names(6)
+
+
+def geometry_of(*arguments: Any) -> Geometry | None:
+    """The geometry of layers of one shape."""
+    found = geometries_of(*arguments)
+    assert len(found) < 2
+    return found[0] if found else None
 
 
 @pytest.mark.parametrize(
@@ -177,18 +189,127 @@ def test_geometry_without_groups_takes_the_engines_block_size() -> None:
 def with_layers(**heads_and_size: tuple[int, int]) -> object:
     """A configuration of 2 heads of 3 whose layers i say otherwise."""
     config = vllm_config()
-    layers = {name: SimpleNamespace() for name in NAMES}
+    layers = {name: SimpleNamespace(num_heads=2, head_size=3) for name in NAMES}
     for index, (heads, size) in heads_and_size.items():
         layers[NAMES[int(index[1:])]] = SimpleNamespace(num_heads=heads, head_size=size)
     config.compilation_config = SimpleNamespace(static_forward_context=layers)
     return config
 
 
-@pytest.mark.parametrize("unlike", [{"i1": (2, 4)}, {"i5": (3, 3)}])
-def test_c11_layers_with_unlike_heads_are_refused(unlike: dict[str, tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("unlike", "index", "heads", "dim"), [({"i1": (2, 4)}, 1, 2, 4), ({"i5": (3, 3)}, 5, 3, 3)]
+)
+def test_c11_layers_of_each_shape_have_a_geometry_of_their_own(
+    unlike: dict[str, tuple[int, int]], index: int, heads: int, dim: int
+) -> None:
     groups = cache_config(group(FullAttentionSpec(16), NAMES))
-    with pytest.raises(NotImplementedError, match=NAMES[int(next(iter(unlike))[1:])]):
-        geometry_of(caches(NAMES), groups, with_layers(**unlike), QUERY)
+    usual, other = geometries_of(caches(NAMES), groups, with_layers(**unlike), QUERY)
+    assert (usual.layout.num_heads, usual.layout.head_dim) == (2, 3)
+    assert usual.layer_names == tuple(name for name in NAMES if name != NAMES[index])
+    layout = other.layout
+    assert (layout.num_heads, layout.total_heads, layout.head_dim) == (heads, heads, dim)
+    assert other.layer_names == (NAMES[index],)
+    assert usual.layout.all_layer_ids == other.layout.all_layer_ids == tuple(range(6))
+    assert usual.reference_layer == other.reference_layer == NAMES[0]
+
+
+def one_unlike(config: Any, **fields: Any) -> Any:
+    """The configuration with layers of 2 heads of 3, but for the last."""
+    usual = {"num_heads": 2, "head_size": 3, "num_kv_heads": 1}
+    layers = {name: SimpleNamespace(**usual) for name in NAMES}
+    layers[NAMES[5]] = SimpleNamespace(**{**usual, **fields})
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    return config
+
+
+def test_unlike_heads_are_divided_among_ranks_as_the_others_are() -> None:
+    config = one_unlike(vllm_config(heads=2, tp=4, rank=3), num_heads=4)
+    _, other = geometries_of(caches(NAMES), cache_config(), config, QUERY)
+    layout = other.layout
+    assert (layout.first_head, layout.num_heads, layout.total_heads) == (12, 4, 16)
+
+
+def test_unlike_kv_heads_that_lie_on_several_ranks_are_refused() -> None:
+    config = one_unlike(vllm_config(heads=2, tp=4, rank=3), num_kv_heads=2)
+    config.model_config.get_num_kv_heads = lambda parallel: 1
+    config.model_config.get_total_num_kv_heads = lambda: 2
+    with pytest.raises(NotImplementedError, match=NAMES[5]):
+        geometries_of(caches(NAMES), cache_config(), config, KEY)
+
+
+def test_c16_mla_queries_are_as_wide_as_before_they_are_absorbed() -> None:
+    mla = SimpleNamespace(
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=576,
+        qk_head_dim=192,
+        v_head_dim=128,
+        kv_lora_rank=512,
+    )
+    config = vllm_config(head_dim=576)
+    config.compilation_config = SimpleNamespace(static_forward_context=dict.fromkeys(NAMES, mla))
+    groups = cache_config(group(MLAAttentionSpec(64), NAMES))
+    queries = geometry_of(caches(NAMES), groups, config, QUERY)
+    output = geometry_of(caches(NAMES), groups, config, OUTPUT)
+    assert queries is not None
+    assert output is not None
+    assert (queries.layout.num_heads, queries.layout.head_dim) == (2, 192)
+    assert (output.layout.num_heads, output.layout.head_dim) == (2, 128)
+    assert geometry_of(caches(NAMES), groups, config, KEY) is None
+
+
+def quantized(**changes: Any) -> Any:
+    """A layer that attends with fp8 queries."""
+    fields = {"num_heads": 2, "head_size": 3, "query_quant": object(), "kv_cache_dtype": "fp8"}
+    return SimpleNamespace(**{**fields, "_q_scale": torch.tensor(0.5), **changes})
+
+
+def test_c18_quantized_queries_keep_their_type_and_scale() -> None:
+    config = vllm_config(dtype=torch.bfloat16)
+    layers: dict[str, Any] = {name: quantized() for name in NAMES}
+    layers[NAMES[2]] = quantized(query_quant=None)
+    layers[NAMES[4]] = quantized(_q_scale=torch.tensor([2.0]))
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    fp8, plain = geometries_of(caches(NAMES), cache_config(), config, QUERY)
+    assert (fp8.dtype, fp8.layout.dtype) == (torch.float8_e4m3fn, "float8_e4m3fn")
+    assert fp8.layout.layer_ids == (0, 1, 3, 4, 5)
+    assert fp8.layout.scales == (0.5, 0.5, 0.5, 2.0, 0.5)
+    assert (plain.dtype, plain.layout.dtype) == (torch.bfloat16, "bfloat16")
+    assert plain.layout.layer_scales == (1.0,)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"_q_scale": torch.ones(2)}, {"kv_cache_dtype": "nvfp4"}], ids=["per head", "nvfp4"]
+)
+def test_quantized_queries_that_no_layout_can_tell_are_refused(changes: dict[str, Any]) -> None:
+    config = vllm_config(dtype=torch.bfloat16)
+    layers = {**{name: quantized() for name in NAMES}, NAMES[3]: quantized(**changes)}
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    with pytest.raises(NotImplementedError, match=NAMES[3]):
+        geometries_of(caches(NAMES), cache_config(), config, QUERY)
+
+
+def test_layers_come_in_the_models_order_whatever_the_engines() -> None:
+    shuffled = [NAMES[place] for place in (3, 0, 5, 2, 1, 4)]
+    geometry = geometry_of(caches(shuffled), cache_config(), vllm_config(), QUERY)
+    assert geometry is not None
+    assert geometry.layer_names == tuple(NAMES)
+
+
+def test_encoders_and_caches_without_queries_are_no_layers() -> None:
+    decoder = SimpleNamespace(num_heads=2, head_size=3, attn_type="decoder")
+    assert attends(None)
+    assert attends(decoder)
+    assert not attends(SimpleNamespace(head_dim=128))
+    for kind in ("encoder", "encoder_only", "encoder_decoder"):
+        assert not attends(SimpleNamespace(num_heads=2, attn_type=kind))
+    names = [*NAMES, "model.layers.0.self_attn.indexer.k_cache"]
+    config = vllm_config()
+    layers = {**dict.fromkeys(NAMES, decoder), names[-1]: SimpleNamespace(head_dim=128)}
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    geometry = geometry_of(caches(names), cache_config(), config, QUERY)
+    assert geometry is not None
+    assert geometry.layer_names == tuple(NAMES)
 
 
 def test_what_is_not_captured_may_have_any_heads() -> None:
@@ -196,11 +317,16 @@ def test_what_is_not_captured_may_have_any_heads() -> None:
     assert geometry_of(caches(NAMES), groups, with_layers(i0=(2, 3), i5=(9, 9)), QUERY) is not None
 
 
-def test_layers_without_group() -> None:
+def test_layers_that_use_another_layers_cache() -> None:
+    """Only that of an attention layer: a Mamba layer's is no reason to have queries."""
     groups = cache_config(group(MambaSpec(16), NAMES[:2]), group(FullAttentionSpec(16), NAMES[2:4]))
-    assert layers_without_group(caches(NAMES), groups) == tuple(NAMES[4:])
-    assert layers_without_group(caches(NAMES), cache_config()) == ()
-    assert layers_without_group(caches(NAMES), None) == ()
+    layers = {
+        NAMES[4]: SimpleNamespace(kv_sharing_target_layer_name=NAMES[2]),
+        NAMES[5]: SimpleNamespace(kv_sharing_target_layer_name=NAMES[0]),
+    }
+    assert sharing_layers(caches(NAMES), groups, layers) == (NAMES[4],)
+    assert sharing_layers(caches(NAMES), groups, {}) == ()
+    assert sharing_layers(caches(NAMES), None, layers) == ()
 
 
 def test_no_layer_no_geometry() -> None:

@@ -178,7 +178,7 @@ def test_later_layers_go_to_every_feature_that_wants_them() -> None:
 
 
 def build(requested: tuple[str, ...], announced: tuple[str, ...]) -> Dispatcher:
-    def connect(feature: str) -> QRingBufferAdapter:
+    def connect(feature: str, group: int = 0, /) -> QRingBufferAdapter:
         return cast(QRingBufferAdapter, SimpleNamespace(features=announced, of=feature))
 
     return init_dispatcher(requested, connect, RingSettings())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_qclient.capture.geometry import geometry_of
+from lmcache_qclient.capture.geometry import geometries_of
 from lmcache_qclient.capture.layer_selection import parse_layers
 from lmcache_qclient.capture.tensor_kind import Heads
 from lmcache_qclient.features.registry import FEATURE_REGISTRY
@@ -62,13 +62,15 @@ def test_one_kv_head_for_all() -> None:
 
 
 @pytest.mark.parametrize("feature", ["key", "value", "attention_output"])
-def test_layers_that_say_otherwise_are_refused(feature: str) -> None:
+def test_layers_that_say_otherwise_are_a_group_of_their_own(feature: str) -> None:
     good = SimpleNamespace(num_heads=2, num_kv_heads=1, head_size=3, head_size_v=3)
     bad = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=3, head_size_v=3)
     config = vllm_config(kv_heads=1, attention=dict(zip(NAMES, (good, bad), strict=True)))
     groups = cache_config(group(FullAttentionSpec(16), NAMES))
-    with pytest.raises(NotImplementedError, match=f"transfer_{feature}.*{NAMES[1]}"):
-        geometry_of(caches(NAMES), groups, config, FEATURE_REGISTRY[f"transfer_{feature}"])
+    kind = FEATURE_REGISTRY[f"transfer_{feature}"]
+    usual, other = geometries_of(caches(NAMES), groups, config, kind)
+    assert (usual.layer_names, other.layer_names) == ((NAMES[0],), (NAMES[1],))
+    assert other.layout.num_heads == 2 * usual.layout.num_heads
 
 
 def test_a_stage_without_a_selected_layer_stops_the_start() -> None:
@@ -78,7 +80,6 @@ def test_a_stage_without_a_selected_layer_stops_the_start() -> None:
     with pytest.raises(
         ValueError, match=r"lmcache\.q\.layers=2,3 selects none.*at least one of each"
     ):
-        geometry_of(caches(NAMES), groups, config, kind, parse_layers("2,3"))
-    found = geometry_of(caches(NAMES), groups, config, kind, parse_layers("1,3"))
-    assert found is not None
+        geometries_of(caches(NAMES), groups, config, kind, parse_layers("2,3"))
+    (found,) = geometries_of(caches(NAMES), groups, config, kind, parse_layers("1,3"))
     assert found.layout.layer_ids == (1,)

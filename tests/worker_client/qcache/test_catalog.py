@@ -85,6 +85,81 @@ def test_complete_layouts_come_before_others() -> None:
     assert layout.tp_size == 1
 
 
+def shapes(*ids: tuple[int, ...], **changes: Any) -> list[Layout]:
+    """Layouts of a rank whose layers have unlike shapes: heads of 8, 16, ..."""
+    every = tuple(sorted(layer for layers in ids for layer in layers))
+    return [
+        layout_of(layer_ids=layers, all_layer_ids=every, head_dim=8 << place, **changes)
+        for place, layers in enumerate(ids)
+    ]
+
+
+def test_layers_of_unlike_shapes_are_one_layout_of_several_groups() -> None:
+    models = [stored(layout) for layout in shapes((0, 1, 3), (2, 4))]
+    (whole,) = stored_layouts(read_status({"models": models[::-1]}), NAME)
+    assert whole.complete
+    assert whole.all_layer_ids == (0, 1, 2, 3, 4)
+    assert [(group.layer_ids, group.head_dim) for group in whole.groups] == [
+        ((0, 1, 3), 8),
+        ((2, 4), 16),
+    ]
+    assert all(group.unlike == () for group in whole.groups)
+    assert "3 layers x 4 heads x 8 bfloat16 and 2 layers x 4 heads x 16 bfloat16" in str(whole)
+
+
+def test_a_rank_of_which_a_shape_is_missing_is_missing() -> None:
+    one, _ = shapes((0, 1, 3), (2, 4))
+    (whole,) = stored_layouts(read_status({"models": [stored(one)]}), NAME)
+    assert whole.missing_ranks == (0,)
+    assert not whole.complete
+
+
+def test_stages_with_other_shapes_make_one_layout() -> None:
+    """The first stage has layers of one shape, the second of both."""
+    first = layout_of(layer_ids=(0, 1), pp_rank=0, pp_size=2)
+    second = shapes((3,), (2, 4), pp_rank=1, pp_size=2)
+    models = [stored(first, 2, 0), *(stored(layout, 2, 1) for layout in second)]
+    (whole,) = stored_layouts(read_status({"models": models}), NAME)
+    assert whole.complete
+    assert [group.layer_ids for group in whole.groups] == [(0, 1, 3), (2, 4)]
+
+
+def test_stages_of_two_engines_are_not_mixed() -> None:
+    """The same model once in bfloat16, once in float32: two layouts, not four."""
+    parts = [
+        layout_of(layer_ids=(2 * rank, 2 * rank + 1), pp_rank=rank, pp_size=2, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for rank in range(2)
+    ]
+    models = [stored(part, 2, part.pp_rank) for part in parts]
+    layouts = stored_layouts(read_status({"models": models}), NAME)
+    assert [(layout.dtype, layout.layer_ids) for layout in layouts] == [
+        ("bfloat16", (0, 1, 2, 3)),
+        ("float32", (0, 1, 2, 3)),
+    ]
+
+
+def test_two_engines_of_unlike_shapes_are_not_mixed_either() -> None:
+    models = [
+        stored(layout)
+        for dtype in ("bfloat16", "float32")
+        for layout in shapes((0, 1), (2,), dtype=dtype)
+    ]
+    layouts = stored_layouts(read_status({"models": models}), NAME)
+    assert {tuple(group.dtype for group in layout.groups) for layout in layouts} == {
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+    }
+
+
+def test_a_quantized_engines_scales_are_its_layers() -> None:
+    first = layout_of(layer_ids=(0, 1), pp_rank=0, pp_size=2, dtype="int8", scales=(0.5, 2.0))
+    second = layout_of(layer_ids=(2,), pp_rank=1, pp_size=2, dtype="int8", scales=(4.0,))
+    models = [stored(second, 2, 1), stored(first, 2, 0)]
+    (layout,) = stored_layouts(read_status({"models": models}), NAME)
+    assert (layout.layer_ids, layout.scales) == ((0, 1, 2), (0.5, 2.0, 4.0))
+
+
 def test_an_engine_that_has_stored_nothing_yet() -> None:
     ring = {"num_layers": 3, "layout": msgspec.to_builtins(layout_of())}
     meta = {"7": {"model_name": "org/model", "world_size": 1, "q_ring_layout": ring}}

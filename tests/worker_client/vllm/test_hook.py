@@ -97,6 +97,36 @@ def test_what_the_hook_raises_does_not_reach_the_engine(caplog: pytest.LogCaptur
     assert len(caplog.records) == 1
 
 
+class MLA:
+    """A layer whose `impl` never sees a whole query."""
+
+    def __init__(self) -> None:
+        self.impl = Impl()
+        self.seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward_impl(self, *args: Any, **kwargs: Any) -> str:
+        self.seen.append((args, kwargs))
+        return "output"
+
+
+def test_c16_of_mla_the_query_before_it_is_absorbed_is_seen() -> None:
+    layer, other, seen = MLA(), MLA(), []
+    made = tap(lambda name, tensors: seen.append((name, dict(tensors))))
+    made.output_sink = lambda name, tensors: seen.append((name, dict(tensors)))
+    wrap_layers({"m": layer}, ["m"], made)
+    args = (Q, "k_c_normed", "k_pe", "cache", "metadata")
+    assert layer.forward_impl(*args, output="out", q_dcp_replicated=None) == "output"
+    assert layer.seen == [(args, {"output": "out", "q_dcp_replicated": None})]
+    assert [(name, *tensors) for name, tensors in seen] == [("m", "q"), ("m", "o")]
+    assert seen[0][1]["q"] is Q
+    assert seen[1][1]["o"] == "out"
+    assert layer.forward_impl(Q, "k", "p", "cache", None, output="out") == "output"
+    other.forward_impl(*args)
+    assert len(seen) == 2, "neither dummy runs nor other instances are seen"
+    layer.impl.forward("layer", Q, "k", "v", "c", "m")
+    assert len(seen) == 2, "its impl is not wrapped"
+
+
 def test_what_the_attention_raises_does() -> None:
     static = layers("a")
 

@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from lmcache_qclient.capture.finished_chunk import FinishedChunk
 from lmcache_qclient.capture.full_ring import WaitForRoom
 from lmcache_qclient.capture.geometry import (
     Geometry,
-    geometry_of,
+    geometries_of,
     layers_without_group,
     ring_block_size,
 )
@@ -56,18 +56,30 @@ Way = tuple[TensorKind, QRingBufferAdapter]
 """A feature, and its way to the server."""
 
 
+class Connect(Protocol):
+    """Opens a way to the server for one ring."""
+
+    def __call__(self, feature: str, group: int = 0, /) -> QRingBufferAdapter:
+        """Args: the feature's name, and which of the rank's groups of layers of one shape the ring is for."""
+
+
 class QRingBufferCapture:
     """See the head of this file.
 
     Args:
         ways: the features to capture; each has an adapter of its own.
         settings: how large the rings may be, and what is captured.
+        connect: opens further ways, where the model's layers have unlike shapes.
     """
 
-    def __init__(self, ways: Sequence[Way], settings: RingSettings) -> None:
+    def __init__(
+        self, ways: Sequence[Way], settings: RingSettings, connect: Connect | None = None
+    ) -> None:
         self.ways = tuple(ways)
+        self._connect = connect
         self.settings = settings
         self.tracks: tuple[Track, ...] = ()
+        self._more: list[QRingBufferAdapter] = []
         self.ledger: Ledger | None = None
         self._captured: frozenset[str] = frozenset()
         self._logged: set[str] = set()
@@ -84,7 +96,7 @@ class QRingBufferCapture:
     @property
     def adapters(self) -> tuple[QRingBufferAdapter, ...]:
         """Of all features, those without a layer on this rank too."""
-        return tuple(adapter for _, adapter in self.ways)
+        return (*(adapter for _, adapter in self.ways), *self._more)
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -108,35 +120,49 @@ class QRingBufferCapture:
         """Build the rings for this rank's attention layers and register them; without any, warn and capture nothing.
 
         Raises:
-            NotImplementedError: the engine's cache is not in host memory, or its layers have unlike heads.
+            NotImplementedError: the engine's cache is not in host memory, or a layer's shape can't be stored.
             ValueError: layers are selected that the model does not have.
-            ConnectionError, RequestError: from `register_q_ring`.
+            ConnectionError, RequestError: from `register_q_ring`, and where layers have unlike shapes from `connect`.
         """
         found: list[tuple[TensorKind, QRingBufferAdapter, Geometry]] = []
         for kind, adapter in self.ways:
-            geometry = geometry_of(
+            groups = geometries_of(
                 kv_caches, kv_cache_config, vllm_config, kind, self.settings.layers
             )
-            if geometry is None:
+            if not groups:
+                _check_stages(kind, vllm_config)
                 logger.warning("no attention layer on this rank has a %s to capture", kind.words)
-            else:
-                found.append((kind, adapter, geometry))
+            found += [
+                (kind, self._way_of(kind, adapter, group), geometry)
+                for group, geometry in enumerate(groups)
+            ]
         if not found:
             return
         geometry = found[0][2]
         self._check_device(geometry.device)
-        if shared := layers_without_group(kv_caches, kv_cache_config):
+        if unknown := layers_without_group(kv_caches, kv_cache_config, vllm_config):
             logger.warning(
-                "the queries of %d layers that share another layer's KV cache are not captured, and are not in what is "
-                "stored: %s",
-                len(shared),
-                ", ".join(shared),
+                "%d layers are in none of the engine's cache groups, and are neither captured nor stored: %s",
+                len(unknown),
+                ", ".join(unknown),
             )
         chunk_size = found[0][1].tokens_per_chunk
         block_size = ring_block_size(geometry.engine_block_size, chunk_size)
         layouts = [geometry.layout for *_, geometry in found]
         blocks = self._size(layouts, block_size, chunk_size, vllm_config)
         self._build(found, blocks, block_size, chunk_size)
+
+    def _way_of(
+        self, kind: TensorKind, adapter: QRingBufferAdapter, group: int
+    ) -> QRingBufferAdapter:
+        """Layers of each further shape have a ring, objects and an account of their own."""
+        if group == 0:
+            return adapter
+        if self._connect is None:
+            raise NotImplementedError(f"the model's layers have unlike shapes of {kind.words}")
+        more = self._connect(kind.name, group)
+        self._more.append(more)
+        return more
 
     def _size(
         self, layouts: Sequence[Layout], block_size: int, chunk_size: int, vllm_config: Any
@@ -382,6 +408,19 @@ class QRingBufferCapture:
             # Freeing device memory that the server still has mapped is undefined; then it goes with this process.
             if let_go[id(track.adapter)] or not track.ring.event_handle:
                 track.ring.close()
+
+
+def _check_stages(kind: TensorKind, vllm_config: Any) -> None:
+    """A reader waits for every stage of a pipeline, and would wait for ever for one that has nothing to store.
+
+    Raises:
+        NotImplementedError: there are several stages.
+    """
+    if int(vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        raise NotImplementedError(
+            f"a pipeline stage without any layer that has a {kind.words}, beside others that have one, can't be "
+            "captured: use fewer stages, or set lmcache.mp.transfer_intermediate_tensors to false"
+        )
 
 
 def _tell_size(track: Track) -> None:

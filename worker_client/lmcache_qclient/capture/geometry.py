@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import UNSET
 
 from lmcache_qclient.capture.draft_layers import without_drafts
 from lmcache_qclient.capture.layer_selection import LayerSelection
-from lmcache_qclient.capture.tensor_kind import Heads, TensorKind
+from lmcache_qclient.capture.layer_shape import Shape, layers_of, shapes_of
+from lmcache_qclient.capture.tensor_kind import TensorKind
 from lmcache_qprotocol.layout import Layout
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """One rank's tensors of one kind.
+    """One rank's tensors of one kind and shape.
 
     Attributes:
         layer_names: the engine's names of the layers that are captured, in the order of the ring's layers.
@@ -68,11 +70,43 @@ def _holds(spec: Any, name: str) -> bool:
     return is_spec(spec, name)
 
 
-def layers_without_group(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[str, ...]:
-    """Layers that share another layer's cache: they have queries, but no group says so. `kv_caches` order."""
+def sharing_layers(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, layers: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Layers that use the cache of an attention layer: they have queries, but are in none of the groups. `kv_caches`
+    order.
+    """
+    owners = set(attention_layers(kv_caches, kv_cache_config))
+    return tuple(
+        name
+        for name in kv_caches
+        if name not in owners
+        and getattr(layers.get(name), "kv_sharing_target_layer_name", None) in owners
+    )
+
+
+def layers_without_group(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+) -> tuple[str, ...]:
+    """Layers that are in none of the groups, and of which the engine does not say whose cache they use: nobody knows
+    whether they have queries. `kv_caches` order.
+    """
     groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
-    named = {name for group in groups for name in group.layer_names}
-    return tuple(name for name in kv_caches if name not in named) if groups else ()
+    if not groups:
+        return ()
+    known = {name for group in groups for name in group.layer_names}
+    known.update(sharing_layers(kv_caches, kv_cache_config, layers_of(vllm_config)))
+    return tuple(name for name in kv_caches if name not in known)
+
+
+def attends(layer: Any) -> bool:
+    """Whether a layer has queries of the sequence's own tokens: no encoder's, and no cache beside an attention layer.
+
+    True where the engine does not show its layers.
+    """
+    kind = getattr(layer, "attn_type", "decoder")
+    is_decoder = getattr(kind, "value", kind) == "decoder"
+    return layer is None or (is_decoder and hasattr(layer, "num_heads"))
 
 
 def check_numbers(names: Sequence[str]) -> None:
@@ -89,30 +123,6 @@ def check_numbers(names: Sequence[str]) -> None:
                 f"the attention layers {other} and {name} have one number, so their queries could not be told apart. "
                 "Set lmcache.mp.transfer_intermediate_tensors to false"
             )
-
-
-def check_heads(names: Iterable[str], kind: TensorKind, heads: Heads, vllm_config: Any) -> None:
-    """A ring has one width of rows: make sure that every layer has the heads that the model's configuration says.
-
-    Raises:
-        NotImplementedError: one has others.
-    """
-    layers = layers_of(vllm_config)
-    said = heads.num, heads.dim
-    for name in names:
-        has = kind.heads_of_layer(layers.get(name)) or said
-        if has != said:
-            raise NotImplementedError(
-                f"{kind.name} of models with unlike attention layers can't be captured yet: {name} has {has[0]} heads "
-                f"of {has[1]}, the model's configuration says {said[0]} of {said[1]}. "
-                "Set lmcache.mp.transfer_intermediate_tensors to false"
-            )
-
-
-def layers_of(vllm_config: Any) -> Mapping[str, Any]:
-    """The engine's attention layers by name; empty where it does not show them."""
-    compilation = getattr(vllm_config, "compilation_config", None)
-    return getattr(compilation, "static_forward_context", None) or {}
 
 
 def reference_group(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int, str | None]:
@@ -150,47 +160,61 @@ def layer_id(layer_name: str) -> int:
     return int(match.group(1))
 
 
-def geometry_of(
+def geometries_of(
     kv_caches: Mapping[str, Any],
     kv_cache_config: Any,
     vllm_config: Any,
     kind: TensorKind,
     selected: LayerSelection | None = None,
-) -> Geometry | None:
-    """Read this rank's geometry of one kind of tensor; None when none of its layers has any.
+) -> tuple[Geometry, ...]:
+    """Read this rank's geometries of one kind of tensor: one for all layers of one shape, in the order of their first
+    layers. None at all when no layer has any.
 
     Args:
         selected: the layers to capture; None for all.
 
     Raises:
-        NotImplementedError: see `check_numbers` and `check_heads`.
+        NotImplementedError: see `check_numbers` and `shapes_of`.
         ValueError: the selection names layers that the model does not have, or none of a pipeline stage.
     """
-    attention = without_drafts(attention_layers(kv_caches, kv_cache_config), vllm_config, layer_id)
+    layers = layers_of(vllm_config)
+    attention = captured_layers(kv_caches, kv_cache_config, vllm_config)
     if not attention:
-        return None
+        return ()
     check_numbers(attention)
     group_index, block_size, reference = reference_group(kv_cache_config, vllm_config)
     if reference is None or reference not in attention:
         reference = attention[0]
-    layers = layers_of(vllm_config)
     names = tuple(name for name in attention if kind.has(layers.get(name)))
     if selected is not None:
         names = _select(names, selected, vllm_config)
-    if not names:
-        return None
-    heads = kind.heads(vllm_config, layers.get(names[0]))
-    check_heads(names, kind, heads, vllm_config)
-    return Geometry(
-        layer_names=names,
-        reference_layer=reference,
-        group_index=group_index,
-        engine_block_size=block_size or int(vllm_config.cache_config.block_size),
-        layout=_layout_of(names, kind, heads, vllm_config),
-        dtype=vllm_config.model_config.dtype,
-        device=kv_caches[attention[0]].device,
-        without=tuple(name for name in attention if not kind.has(layers.get(name))),
+    shapes = shapes_of(names, kind, vllm_config)
+    return tuple(
+        Geometry(
+            layer_names=tuple(members),
+            reference_layer=reference,
+            group_index=group_index,
+            engine_block_size=block_size or int(vllm_config.cache_config.block_size),
+            layout=_layout_of(members, names, kind, shape, vllm_config),
+            dtype=shape.dtype,
+            device=kv_caches[attention[0]].device,
+            without=tuple(name for name in attention if not kind.has(layers.get(name))),
+        )
+        for shape, members in shapes.items()
     )
+
+
+def captured_layers(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any
+) -> tuple[str, ...]:
+    """The model's own attention layers, those that use another layer's cache among them, in the model's order."""
+    layers = layers_of(vllm_config)
+    names = [
+        *attention_layers(kv_caches, kv_cache_config),
+        *sharing_layers(kv_caches, kv_cache_config, layers),
+    ]
+    own = without_drafts(names, vllm_config, layer_id)
+    return tuple(sorted((name for name in own if attends(layers.get(name))), key=layer_id))
 
 
 def _select(names: Sequence[str], selected: LayerSelection, vllm_config: Any) -> tuple[str, ...]:
@@ -205,23 +229,32 @@ def _select(names: Sequence[str], selected: LayerSelection, vllm_config: Any) ->
     return kept
 
 
-def _layout_of(names: Sequence[str], kind: TensorKind, heads: Heads, vllm_config: Any) -> Layout:
+def _layout_of(
+    members: Mapping[str, float],
+    names: Sequence[str],
+    kind: TensorKind,
+    shape: Shape,
+    vllm_config: Any,
+) -> Layout:
+    heads = shape.heads
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % (tp_size * pp_size)
     return Layout(
         feature=kind.name,
-        layer_ids=tuple(layer_id(name) for name in names),
+        layer_ids=tuple(layer_id(name) for name in members),
         first_head=heads.first,
         num_heads=heads.num,
         total_heads=heads.total,
         head_dim=heads.dim,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(shape.dtype).removeprefix("torch."),
         tp_rank=rank % tp_size,
         tp_size=tp_size,
         pp_rank=rank // tp_size,
         pp_size=pp_size,
         model_revision=str(getattr(model, "revision", None) or ""),
+        all_layer_ids=UNSET if len(members) == len(names) else tuple(map(layer_id, names)),
+        scales=UNSET if shape.dtype is model.dtype else tuple(members.values()),
     )
 
 

@@ -36,8 +36,8 @@ class TensorKind:
         tensor: under which a hook's `Tensors` hold it.
         heads: this rank's heads, by the engine's configuration (`VllmConfig`) and one of its attention layers (None
             where the engine does not show its layers).
-        heads_of_layer: (heads, elements per head) that one layer says it has itself; None where it does not say. What
-            differs from `heads` is refused.
+        heads_of_layer: (heads, elements per head) that one layer says it has itself; None where it does not say. It
+            counts for more than `heads`.
         has: whether a layer has such a tensor of its own.
     """
 

@@ -82,6 +82,7 @@ class Track:
         """One layer's rows, if the layer is captured and the tensor is there."""
         layer, tensor = self._layer_index.get(layer_name), tensors.get(self.kind.tensor)
         if layer is not None and tensor is not None and self._rows is not None:
+            self._check_dtype(layer_name, tensor)
             self._rows.write(layer, tensor)
             self._written.append(layer)
 
@@ -90,15 +91,30 @@ class Track:
         if self._rows is None:
             return None
         write, layers, written = self._rows.write, self._layer_index, self._written
-        tensor = self.kind.tensor
+        tensor, dtype, check = self.kind.tensor, self.ring.dtype, self._check_dtype
 
         def sink(layer_name: str, tensors: Tensors) -> None:
             layer = layers.get(layer_name)
             if layer is not None:
-                write(layer, tensors[tensor])
+                rows = tensors[tensor]
+                if rows.dtype is not dtype:
+                    check(layer_name, rows)
+                write(layer, rows)
                 written.append(layer)
 
         return sink
+
+    def _check_dtype(self, layer_name: str, tensor: torch.Tensor) -> None:
+        """Rows may be cast, but for 8-bit ones: these are worth nothing without the scale they were quantized with.
+
+        Raises:
+            ValueError: one of both has 8 bits, and the other another type.
+        """
+        has, stored = tensor.dtype, self.ring.dtype
+        if has is not stored and 1 in (has.itemsize, stored.itemsize):
+            raise ValueError(
+                f"{layer_name} brought {has}, what is stored is {stored}: quantized elsewhere than its layer says"
+            )
 
     @property
     def is_whole(self) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from lmcache_qclient.capture.adapter import QRingBufferAdapter
-from lmcache_qclient.capture.capture import Way
+from lmcache_qclient.capture.capture import Connect, Way
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qclient.capture.tensor_kind import LayerSink, Tensors
@@ -126,14 +125,14 @@ class Dispatcher:
 
 def init_dispatcher(
     requested: Sequence[str],
-    connect: Callable[[str], QRingBufferAdapter],
+    connect: Connect,
     settings: RingSettings,
 ) -> Dispatcher:
     """Build the requested features.
 
     Args:
         requested: names of features.
-        connect: a way to the server for one feature, by its name; each has one of its own.
+        connect: opens a way to the server; each feature has one of its own.
 
     Raises:
         ValueError: a requested feature is unknown here, or not announced by the server.
@@ -153,4 +152,4 @@ def init_dispatcher(
                 f"the server does not store {name}; it announces: {announced}. Run a server of the same version"
             )
         ways.append((FEATURE_REGISTRY[name], adapter))
-    return Dispatcher([RingFeatures(ways, settings)] if ways else [])
+    return Dispatcher([RingFeatures(ways, settings, connect)] if ways else [])

@@ -8,14 +8,14 @@ from lmcache_qclient.capture.tensor_kind import Heads
 
 
 def query_heads(vllm_config: Any, layer: Any) -> Heads:
-    """Query heads, divided among the ranks of tensor parallelism."""
+    """Query heads, divided among the ranks of tensor parallelism; of MLA as they are before they are absorbed."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     count = int(model.get_num_attention_heads(parallel))
     return Heads(
         tp_rank(parallel) * count,
         count,
         count * int(parallel.tensor_parallel_size),
-        int(model.get_head_size()),
+        int(getattr(layer, "qk_head_dim", model.get_head_size())),
     )
 
 
@@ -29,7 +29,8 @@ def kv_heads(vllm_config: Any, layer: Any) -> Heads:
 
 def value_dim(heads: Heads, layer: Any) -> Heads:
     """The same heads, as wide as the layer's values: models may have values narrower than keys."""
-    return heads._replace(dim=int(getattr(layer, "head_size_v", heads.dim)))
+    narrow = getattr(layer, "v_head_dim", heads.dim) if is_mla(layer) else heads.dim
+    return heads._replace(dim=int(getattr(layer, "head_size_v", narrow)))
 
 
 def says(layer: Any, count: str, dim: str) -> tuple[int, int] | None:
@@ -39,8 +40,13 @@ def says(layer: Any, count: str, dim: str) -> tuple[int, int] | None:
 
 
 def owns_kv(layer: Any) -> bool:
-    """Whether the layer computes keys and values, and does not use another layer's."""
-    return getattr(layer, "kv_sharing_target_layer_name", None) is None
+    """Whether the layer computes keys and values, one a head: it does not use another layer's, and is no MLA."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) is None and not is_mla(layer)
+
+
+def is_mla(layer: Any) -> bool:
+    """Whether the layer keeps one latent vector a token instead of keys and values."""
+    return hasattr(layer, "kv_lora_rank")
 
 
 def tp_rank(parallel: Any) -> int:

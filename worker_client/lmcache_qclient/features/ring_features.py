@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lmcache_qclient.capture.capture import QRingBufferCapture, Way
+from lmcache_qclient.capture.capture import Connect, QRingBufferCapture, Way
 from lmcache_qclient.capture.ring_size import RingSettings
 from lmcache_qclient.capture.step import FinishedRequest, StepMeta
 from lmcache_qclient.capture.tensor_kind import LayerSink, Tensors
@@ -20,10 +20,13 @@ class RingFeatures(Feature):
 
     Args:
         ways: what is captured, and each one's way to the server.
+        connect: opens further ways.
     """
 
-    def __init__(self, ways: Sequence[Way], settings: RingSettings) -> None:
-        self.capture = QRingBufferCapture(ways, settings)
+    def __init__(
+        self, ways: Sequence[Way], settings: RingSettings, connect: Connect | None = None
+    ) -> None:
+        self.capture = QRingBufferCapture(ways, settings, connect)
 
     def register(
         self, kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any

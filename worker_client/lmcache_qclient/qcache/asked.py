@@ -41,7 +41,13 @@ class Asked:
 
     def is_in(self, layout: StoredLayout) -> bool:
         """Whether the layout has all of the layers."""
-        return self.layers is None or set(self.layers) <= set(layout.layer_ids)
+        return self.layers is None or set(self.layers) <= set(layout.all_layer_ids)
+
+    def layers_of(self, group: StoredLayout) -> tuple[int, ...] | None:
+        """Those of the layers that have the group's shape, in order; None for all of them."""
+        if self.layers is None:
+            return None
+        return tuple(layer for layer in self.layers if layer in group.layer_ids)
 
 
 def feature_of(name: str) -> str:

@@ -1,12 +1,15 @@
 """What `/status` says is stored, put together: entries of single ranks make layouts of whole models.
 
-One engine with TP x PP ranks stores one kind of object per rank; what belongs together has everything in common but the
-rank's place, its heads (TP) and its layers (PP). All ranks of one PP stage hold the same layers, so a stage that was
-captured with two selections of layers makes two layouts.
+One engine with TP x PP ranks stores one kind of object per rank and shape of layers; what belongs together has
+everything in common but the rank's place, its heads (TP) and its layers (PP). All ranks of one PP stage hold the same
+layers, so a stage that was captured with two selections of layers makes two layouts. Layers of unlike shape (heads,
+elements per head, dtype) can't stand in one tensor: each shape has a layout of its own, and one of them, the first,
+has the others as `unlike`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,9 +68,11 @@ class StoredLayout:
     Attributes:
         model_name: with the feature's suffix.
         parts: the ranks that are known, in order.
-        missing_ranks: ranks of which nothing is stored.
+        missing_ranks: ranks of which nothing is stored, or not all shapes of their layers.
         layer_ids: global layer indices of the layer axis.
         chunk_size: tokens per chunk; 0 = the server's.
+        scales: one per layer: a stored element times it is the value; empty where it is 1 for all.
+        unlike: the layouts of the model's layers of other shapes.
     """
 
     model_name: str
@@ -83,11 +88,23 @@ class StoredLayout:
     tp_size: int
     pp_size: int
     model_revision: str
+    scales: tuple[float, ...] = ()
+    unlike: tuple[StoredLayout, ...] = ()
+
+    @property
+    def groups(self) -> tuple[StoredLayout, ...]:
+        """One layout for each shape of layers, this one's first; they have no `unlike`."""
+        return (dataclasses.replace(self, unlike=()), *self.unlike)
+
+    @property
+    def all_layer_ids(self) -> tuple[int, ...]:
+        """Global indices of the layers of all shapes, ascending."""
+        return tuple(sorted(layer for group in self.groups for layer in group.layer_ids))
 
     @property
     def complete(self) -> bool:
         """Something is stored of every rank, and the ranks of every stage hold all heads."""
-        return not self.missing_ranks and self.tiled
+        return not self.missing_ranks and all(group.tiled for group in self.groups)
 
     @property
     def tiled(self) -> bool:
@@ -110,9 +127,12 @@ class StoredLayout:
     def __str__(self) -> str:
         missing = f", ranks {list(self.missing_ranks)} missing" if self.missing_ranks else ""
         revision = f", revision {self.model_revision}" if self.model_revision else ""
+        shapes = " and ".join(
+            f"{len(group.layer_ids)} layers x {group.num_heads} heads x {group.head_dim} {group.dtype}"
+            for group in self.groups
+        )
         return (
-            f"{self.model_name}: {len(self.layer_ids)} layers x {self.num_heads} heads x {self.head_dim} "
-            f"{self.dtype}, TP {self.tp_size}, PP {self.pp_size}{revision}{missing}"
+            f"{self.model_name}: {shapes}, TP {self.tp_size}, PP {self.pp_size}{revision}{missing}"
         )
 
 
@@ -192,38 +212,105 @@ def _common(entry: StoredEntry) -> tuple[Any, ...]:
         entry.world_size,
         entry.chunk_size,
         layout.feature,
-        layout.total_heads,
-        layout.head_dim,
-        layout.dtype,
         layout.tp_size,
         layout.pp_size,
         layout.model_revision,
     )
 
 
-def _combinations(group: Sequence[StoredEntry]) -> Iterable[StoredLayout]:
-    """One layout per combination of the stages' layer selections."""
-    stages: dict[int, dict[tuple[int, ...], list[StoredEntry]]] = {}
-    for entry in group:
-        stage = stages.setdefault(entry.layout.pp_rank, {})
-        stage.setdefault(entry.layout.layer_ids, []).append(entry)
-    selections = [list(stages[pp_rank].values()) for pp_rank in sorted(stages)]
-    for combination in itertools.islice(itertools.product(*selections), MAX_LAYOUTS):
-        yield _assemble([entry for stage in combination for entry in stage])
+Shape = tuple[int, int, str]
+"""total_heads, head_dim, dtype."""
+
+
+def _shape(layout: Layout) -> Shape:
+    return layout.total_heads, layout.head_dim, layout.dtype
+
+
+Way = tuple[StoredEntry, ...]
+"""One way in which a stage is stored: entries of all its ranks and shapes."""
+
+
+def _combinations(together: Sequence[StoredEntry]) -> Iterable[StoredLayout]:
+    """One layout per combination of the stages' ways."""
+    stages: dict[int, list[StoredEntry]] = {}
+    for entry in together:
+        stages.setdefault(entry.layout.pp_rank, []).append(entry)
+    ways = [_ways_of(stages[pp_rank]) for pp_rank in sorted(stages)]
+    combined = list(itertools.islice(itertools.product(*ways), MAX_LAYOUTS))
+    return [_assemble(list(itertools.chain(*one))) for one in _coherent(combined)]
+
+
+def _ways_of(stage: Sequence[StoredEntry]) -> list[Way]:
+    """A way for each selection of layers, and where layers are stored in several shapes, for each choice of these."""
+    selections: dict[tuple[int, ...], dict[tuple[int, ...], dict[Any, list[StoredEntry]]]] = {}
+    for entry in stage:
+        layout = entry.layout
+        slices = selections.setdefault(layout.rank_layer_ids, {})
+        variants = slices.setdefault(layout.layer_ids, {})
+        variants.setdefault((_shape(layout), layout.layer_scales), []).append(entry)
+    return [
+        tuple(itertools.chain(*choice))
+        for slices in selections.values()
+        for choice in itertools.product(*(variants.values() for variants in slices.values()))
+    ]
+
+
+def _coherent(combined: Sequence[tuple[Way, ...]]) -> Sequence[tuple[Way, ...]]:
+    """Without those that mix two engines: all of their entries have a place in others of fewer shapes or dtypes."""
+    least: dict[StoredEntry, tuple[int, int]] = {}
+    for stages in combined:
+        for entry in itertools.chain(*stages):
+            variety = _variety(stages)
+            least[entry] = min(least.get(entry, variety), variety)
+    return [
+        stages
+        for stages in combined
+        if _variety(stages) <= max(least[entry] for entry in itertools.chain(*stages))
+    ]
+
+
+def _variety(stages: Sequence[Way]) -> tuple[int, int]:
+    """How many shapes, and dtypes."""
+    shapes = {_shape(entry.layout) for way in stages for entry in way}
+    return len(shapes), len({dtype for *_, dtype in shapes})
 
 
 def _assemble(entries: Sequence[StoredEntry]) -> StoredLayout:
+    """The layouts of one engine's layers, by shape; the first has the others."""
+    missing = _missing_ranks(entries)
+    shapes: dict[Shape, list[StoredEntry]] = {}
+    for entry in sorted(entries, key=lambda entry: (_rank(entry.layout), entry.layout.layer_ids)):
+        shapes.setdefault(_shape(entry.layout), []).append(entry)
+    first, *others = (_of_one_shape(alike, missing) for alike in shapes.values())
+    return dataclasses.replace(first, unlike=tuple(others))
+
+
+def _missing_ranks(entries: Sequence[StoredEntry]) -> tuple[int, ...]:
+    """Ranks of which not all layers are stored."""
+    first = entries[0].layout
+    stored: dict[int, set[int]] = {}
+    for entry in entries:
+        stored.setdefault(_rank(entry.layout), set(entry.layout.rank_layer_ids))
+    for entry in entries:
+        stored[_rank(entry.layout)] -= set(entry.layout.layer_ids)
+    return tuple(rank for rank in range(first.tp_size * first.pp_size) if stored.get(rank, True))
+
+
+def _of_one_shape(entries: Sequence[StoredEntry], missing_ranks: tuple[int, ...]) -> StoredLayout:
     """Place every rank: stages one after the other on the layer axis, TP ranks at their first head."""
     first = entries[0].layout
     layer_ids: list[int] = []
-    first_layer: dict[int, int] = {}
+    scales: list[float] = []
+    first_layer: dict[tuple[int, tuple[int, ...]], int] = {}
     parts = []
-    for entry in sorted(entries, key=lambda entry: _rank(entry.layout)):
+    for entry in entries:
         layout = entry.layout
-        if layout.pp_rank not in first_layer:
-            first_layer[layout.pp_rank] = len(layer_ids)
+        place = layout.pp_rank, layout.layer_ids
+        if place not in first_layer:
+            first_layer[place] = len(layer_ids)
             layer_ids.extend(layout.layer_ids)
-        start = first_layer[layout.pp_rank]
+            scales.extend(layout.layer_scales)
+        start = first_layer[place]
         parts.append(
             RankPart(
                 rank=_rank(layout),
@@ -234,16 +321,13 @@ def _assemble(entries: Sequence[StoredEntry]) -> StoredLayout:
                 heads=(layout.first_head, layout.first_head + layout.num_heads),
             )
         )
-    present = {part.rank for part in parts}
     return StoredLayout(
         model_name=entries[0].model_name,
         world_size=entries[0].world_size,
         feature=first.feature,
         chunk_size=entries[0].chunk_size,
         parts=tuple(parts),
-        missing_ranks=tuple(
-            rank for rank in range(first.tp_size * first.pp_size) if rank not in present
-        ),
+        missing_ranks=missing_ranks,
         layer_ids=tuple(layer_ids),
         num_heads=first.total_heads,
         head_dim=first.head_dim,
@@ -251,6 +335,7 @@ def _assemble(entries: Sequence[StoredEntry]) -> StoredLayout:
         tp_size=first.tp_size,
         pp_size=first.pp_size,
         model_revision=first.model_revision,
+        scales=tuple(scales) if any(scale != 1 for scale in scales) else (),
     )
 
 

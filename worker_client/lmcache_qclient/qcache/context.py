@@ -20,8 +20,8 @@ from lmcache_qclient.qcache.catalog import (
     stored_layouts,
 )
 from lmcache_qclient.qcache.identities import Identities, list_identities
-from lmcache_qclient.qcache.reading import Found, Wanted, find, read
-from lmcache_qclient.qcache.retrieval import Lookup, Retrieval
+from lmcache_qclient.qcache.reading import Found, Wanted, find, find_all, read
+from lmcache_qclient.qcache.retrieval import LayerGroup, Lookup, Retrieval, joined
 from lmcache_qclient.qcache.session import Session
 from lmcache_qclient.qcache.status_page import fetch_status
 from lmcache_qclient.qcache.token_ids import token_list
@@ -169,7 +169,7 @@ class QCacheContext:
                 candidates = (_widest(candidates),)
         having = tuple(one for one in candidates if asked.is_in(one))
         if not having:
-            listed = "; ".join(f"{one}, layers {list(one.layer_ids)}" for one in candidates)
+            listed = "; ".join(f"{one}, layers {list(one.all_layer_ids)}" for one in candidates)
             raise ValueError(f"no layout has all of the layers {asked.layers}: {listed}")
         for one in having:
             _check_tiled(one)
@@ -201,8 +201,7 @@ class QCacheContext:
         asked = Asked.of(feature, layers, layout)
 
         def look_up() -> Lookup:
-            wanted = self._wanted(ids, cache_salt, identity, asked)
-            found = find(self._session, wanted)
+            found = find_all(self._session, self._wanted(ids, cache_salt, identity, asked))
             return Lookup(found.num_tokens, found.missing)
 
         return self._session.run(look_up)
@@ -217,7 +216,7 @@ class QCacheContext:
         feature: str = FEATURE,
         layers: Sequence[int] | None = None,
         layout: StoredLayout | None = None,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> Retrieval:
         """The queries, or another feature, of the longest stored prefix of a sequence.
 
@@ -234,7 +233,11 @@ class QCacheContext:
             layout: where the model is stored in several, one of `layouts_of(feature)`. None: the one with the most
                 layers. A result comes out of one layout, always.
             out: contiguous CPU tensor `[layers, enough tokens, heads, head_dim]` to read into; what lies behind the
-                result's `num_tokens` is left in any state.
+                result's `num_tokens` is left in any state. Where layers of several shapes are read, one for each.
+
+        Returns:
+            Where all layers that are read have one shape (heads, elements per head, dtype), `tensor` holds them; else
+            each shape has a tensor of its own, in `groups`.
 
         Raises:
             TypeError, ValueError: an argument can't be used, or nothing is known of the model.
@@ -244,7 +247,7 @@ class QCacheContext:
         ids, identity = token_list(token_ids), identity_of(lora, mm)
         asked = Asked.of(feature, layers, layout)
         return self._session.run(
-            lambda: self._read(self._wanted(ids, cache_salt, identity, asked), out)
+            lambda: self._read_all(self._wanted(ids, cache_salt, identity, asked), out)
         )
 
     def identities(self, token_ids: Any, *, feature: str = FEATURE) -> Identities:
@@ -276,17 +279,21 @@ class QCacheContext:
 
     def _wanted(
         self, ids: Sequence[int], cache_salt: str, identity: Identity, asked: Asked
-    ) -> Wanted:
-        """Inside `run`, behind a renewal: another server may have another chunk size."""
+    ) -> Sequence[Wanted]:
+        """One for each shape of layers. Inside `run`, behind a renewal: another server may have another chunk size."""
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARS:
             raise ValueError(f"cache_salt is a text of at most {MAX_SALT_CHARS} characters")
         ways = [
-            self._wanted_in(layout, ids, cache_salt, identity, asked.layers)
+            [
+                self._wanted_in(group, ids, cache_salt, identity, layers)
+                for group in layout.groups
+                if (layers := asked.layers_of(group)) != ()
+            ]
             for layout in self._candidates(asked)
         ]
         if len(ways) == 1:
             return ways[0]
-        return max(ways, key=lambda wanted: find(self._session, wanted).num_tokens)
+        return max(ways, key=lambda wanteds: find_all(self._session, wanteds).num_tokens)
 
     def _wanted_in(
         self,
@@ -310,7 +317,21 @@ class QCacheContext:
             layers,
         )
 
-    def _read(self, wanted: Wanted, out: torch.Tensor | None) -> Retrieval:
+    def _read_all(
+        self, wanteds: Sequence[Wanted], out: torch.Tensor | Sequence[torch.Tensor] | None
+    ) -> Retrieval:
+        """One shape of layers after the other, then what all of them have."""
+        if len(wanteds) == 1:
+            return self._read(wanteds[0], out)
+        outs = (None,) * len(wanteds) if out is None else tuple(out)
+        if len(outs) != len(wanteds):
+            raise ValueError(
+                f"out must be {len(wanteds)} tensors, one for each shape of layers: see the layout's groups"
+            )
+        reads = [self._read(wanted, one) for wanted, one in zip(wanteds, outs, strict=True)]
+        return joined(reads, keep=out is not None)
+
+    def _read(self, wanted: Wanted, out: Any) -> Retrieval:
         from lmcache_qclient.qcache import (
             tensors,
         )  # torch is loaded when the first tensor is wanted
@@ -351,13 +372,12 @@ def _retrieval(
     front = tensor[:, : found.num_tokens]
     # Shortly after a store the server has not looked yet.
     nonfinite = tensors.any_nonfinite(front) if found.nonfinite is None else found.nonfinite
+    own = front if out is not None else front.contiguous()
     return Retrieval(
-        tensor=front if out is not None else front.contiguous(),
+        groups=(LayerGroup(own, wanted.layer_ids, wanted.layout),),
         num_tokens=found.num_tokens,
         missing=found.missing,
-        layer_ids=wanted.layer_ids,
         nonfinite=nonfinite,
-        layout=wanted.layout,
     )
 
 
@@ -367,8 +387,8 @@ def _widest(layouts: Sequence[StoredLayout]) -> StoredLayout:
     Raises:
         ValueError: several have as many.
     """
-    most = max(len(layout.layer_ids) for layout in layouts)
-    widest = [layout for layout in layouts if len(layout.layer_ids) == most]
+    most = max(len(layout.all_layer_ids) for layout in layouts)
+    widest = [layout for layout in layouts if len(layout.all_layer_ids) == most]
     if len(widest) > 1:
         listed = "; ".join(map(str, widest))
         raise ValueError(
@@ -378,7 +398,7 @@ def _widest(layouts: Sequence[StoredLayout]) -> StoredLayout:
 
 
 def _check_tiled(layout: StoredLayout) -> None:
-    if not layout.missing_ranks and not layout.tiled:
+    if not layout.missing_ranks and not layout.complete:
         raise ValueError(
             f"the heads that the ranks say they hold do not make up the whole model: {layout}"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from lmcache_qclient.qcache.catalog import StoredLayout
-from lmcache_qclient.qcache.reading import PARTIAL_TOKENS, Found, Wanted, find
+from lmcache_qclient.qcache.reading import PARTIAL_TOKENS, Found, Wanted, find_all
 from lmcache_qclient.qcache.session import Session
 from lmcache_qprotocol.hashing import HashChain, root_hash
 from lmcache_qprotocol.identity import Identity, ItemIdentity, LoraIdentity
@@ -84,7 +84,7 @@ class _Proven:
     """Behind the last token that is stored."""
 
 
-Want = Callable[[str, Identity, StoredLayout], Wanted]
+Want = Callable[[str, Identity, StoredLayout], Sequence[Wanted]]
 
 
 def list_identities(
@@ -146,9 +146,9 @@ def _prove(
     identity = Identity(claim.lora, claim.items)
     reached = []
     for layout in layouts:
-        wanted = want(claim.cache_salt, identity, layout)
-        found = find(session, wanted)
-        stored, end = _extent(found, wanted.num_tokens)
+        wanteds = want(claim.cache_salt, identity, layout)
+        found = find_all(session, wanteds)
+        stored, end = _extent(found, wanteds[0].num_tokens)
         if stored:
             reached.append((found.num_tokens, stored, end, layout))
     if not reached:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmcache_qclient.qcache.catalog import RankPart, StoredLayout
-from lmcache_qclient.qcache.retrieval import MissingChunk
+from lmcache_qclient.qcache.retrieval import MissingChunk, in_order
 from lmcache_qclient.qcache.session import Session
 from lmcache_qclient.qcache.source import ChunkRead
 from lmcache_qclient.qcache.stitch import Bits, check_chunk
@@ -151,7 +151,22 @@ def find(session: Session, wanted: Wanted) -> Found:
         missing += [miss for miss in absent if miss.index < len(wanted.hashes)]
         tails.append([miss for miss in absent if miss.index >= len(wanted.hashes)])
     missing += _joined(tails)
-    return Found(_reach(wanted, missing), _in_order(missing), in_pieces)
+    return Found(_reach(wanted, missing), in_order(missing), in_pieces)
+
+
+def find_all(session: Session, wanteds: Sequence[Wanted]) -> Found:
+    """`find` one sequence in the layouts of several shapes of layers: what all of them have."""
+    return all_of([find(session, wanted) for wanted in wanteds])
+
+
+def all_of(founds: Sequence[Found]) -> Found:
+    """What is there of all; what several miss alike is said once."""
+    missing = dict.fromkeys(miss for found in founds for miss in found.missing)
+    return Found(
+        min(found.num_tokens for found in founds),
+        in_order(tuple(missing)),
+        nonfinite=any_flag([found.nonfinite for found in founds]),
+    )
 
 
 def found_behind_hashes(
@@ -163,7 +178,7 @@ def found_behind_hashes(
         for part, of_part in missing
     ]
     joined = _joined(tails)
-    return Found(_reach(wanted, joined), _in_order(joined))
+    return Found(_reach(wanted, joined), in_order(joined))
 
 
 def _reach(wanted: Wanted, missing: Sequence[MissingChunk]) -> int:
@@ -235,7 +250,7 @@ def read(session: Session, wanted: Wanted, found: Found, target: Bits, threads: 
         num_tokens = of_part.num_tokens
         flags.append(of_part.nonfinite)
         vanished += of_part.missing
-    missing = _in_order([*found.missing, *vanished])
+    missing = in_order([*found.missing, *vanished])
     return Found(num_tokens, missing, found.in_pieces, any_flag(flags))
 
 
@@ -430,12 +445,3 @@ def batch_size(session: Session) -> int:
 
 def _partials_per_request(wanted: Wanted) -> int:
     return max(1, min(MAX_PARTIALS, PARTIAL_TOKENS // wanted.chunk_size))
-
-
-def _in_order(missing: Sequence[MissingChunk]) -> tuple[MissingChunk, ...]:
-    return tuple(
-        sorted(
-            missing,
-            key=lambda miss: (miss.start, miss.index, -1 if miss.rank is None else miss.rank),
-        )
-    )

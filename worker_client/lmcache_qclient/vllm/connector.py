@@ -116,8 +116,8 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         wrap_layers(self._config.compilation_config.static_forward_context, names, self._tap)
         self._idle = IdleWatch(self._work_idle)
 
-    def _connect(self, feature: str) -> QRingBufferAdapter:
-        """One feature's way to the server: a connection, an instance and an account of its own."""
+    def _connect(self, feature: str, group: int = 0, /) -> QRingBufferAdapter:
+        """One ring's way to the server: a connection, an instance and an account of its own."""
         parallel = self._config.parallel_config
         world_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = parallel.rank % world_size
@@ -129,7 +129,7 @@ class QServerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return QRingBufferAdapter(
             connection,
-            instance_id=instance_id(str(self._kv_transfer_config.engine_id), rank, feature),
+            instance_id=instance_id(str(self._kv_transfer_config.engine_id), rank, feature, group),
             model_name=self._config.model_config.model,
             world_size=world_size,
             rank=rank,

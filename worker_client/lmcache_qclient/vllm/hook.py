@@ -1,6 +1,7 @@
-"""Seeing Q in an unpatched vLLM: `impl.forward` of every attention layer, wrapped per instance.
+"""Seeing Q in an unpatched vLLM: `impl.forward` of every attention layer, wrapped per instance; of MLA the layer's own
+`forward_impl`, since its `impl` gets queries that are split or absorbed into the latent space.
 
-vLLM's custom attention op looks `self.impl.forward` up each time its body runs, compiled or not, so a wrapper set on
+vLLM's custom attention ops look the function up each time their body runs, compiled or not, so a wrapper set on
 the instance after profiling and compilation is called in every real step. Wrapping a class, `Attention.forward` or the
 op itself is not: the first sees dummy runs of other engines in the process, the others are traced once and never
 called.
@@ -46,30 +47,48 @@ def wrap_layers(layers: Mapping[str, Any], names: Iterable[str], tap: Tap) -> No
         tap: may be switched at any time.
 
     Raises:
-        NotImplementedError: a layer has no `impl.forward` with a plain query (MLA).
+        NotImplementedError: a layer has neither.
     """
-    impls: dict[str, Any] = {name: getattr(layers.get(name), "impl", None) for name in names}
-    strange = [name for name, impl in impls.items() if not callable(getattr(impl, "forward", None))]
+    found: dict[str, Any] = {name: layers.get(name) for name in names}
+    strange = [name for name, layer in found.items() if not (_is_mla(layer) or _is_plain(layer))]
     if strange:
-        raise NotImplementedError(
-            f"queries of these layers can't be captured yet: {', '.join(strange)}"
-        )
-    for name, impl in impls.items():
-        impl.forward = _wrapped(name, impl.forward, tap)
+        raise NotImplementedError(f"these layers can't be captured: {', '.join(strange)}")
+    for name, layer in found.items():
+        hand = _Hand(name)
+        if _is_mla(layer):
+            layer.forward_impl = _wrapped_mla(layer.forward_impl, tap, hand)
+        else:
+            layer.impl.forward = _wrapped(layer.impl.forward, tap, hand)
 
 
-def _wrapped(name: str, forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
-    failed: list[str] = []
+def _is_mla(layer: Any) -> bool:
+    return callable(getattr(layer, "forward_impl", None))
 
-    def hand(sink: LayerSink, tensors: Mapping[str, torch.Tensor]) -> None:
+
+def _is_plain(layer: Any) -> bool:
+    return callable(getattr(getattr(layer, "impl", None), "forward", None))
+
+
+class _Hand:
+    """Hands one layer's tensors on; the engine would die of what a sink raises.
+
+    Without this layer the step is counted as layer_missing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._failed = False
+
+    def __call__(self, sink: LayerSink, tensors: Mapping[str, torch.Tensor]) -> None:
         try:
-            sink(name, tensors)
+            sink(self._name, tensors)
         except Exception:
-            # The engine would die of it. Without this layer the step is counted as layer_missing.
-            if not failed:
-                failed.append(name)
-                logger.exception("the hook of %s failed (logged once a layer)", name)
+            if not self._failed:
+                self._failed = True
+                logger.exception("the hook of %s failed (logged once a layer)", self._name)
 
+
+def _wrapped(forward: Callable[..., Any], tap: Tap, hand: _Hand) -> Callable[..., Any]:
     def capturing_forward(
         layer: Any,
         query: torch.Tensor,
@@ -91,3 +110,25 @@ def _wrapped(name: str, forward: Callable[..., Any], tap: Tap) -> Callable[..., 
         return made
 
     return capturing_forward
+
+
+def _wrapped_mla(forward: Callable[..., Any], tap: Tap, hand: _Hand) -> Callable[..., Any]:
+    """MLA has one latent vector a token in place of keys and values, so "q" and "o" are all there is."""
+
+    def capturing_forward_impl(
+        q: torch.Tensor,
+        k_c_normed: Any,
+        k_pe: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if tap.sink is not None and attn_metadata is not None:
+            hand(tap.sink, {"q": q})
+        made = forward(q, k_c_normed, k_pe, kv_cache, attn_metadata, *args, **kwargs)
+        if tap.output_sink is not None and attn_metadata is not None:
+            hand(tap.output_sink, {"o": kwargs.get("output", made)})
+        return made
+
+    return capturing_forward_impl
