@@ -112,13 +112,6 @@ CASES = (
         llm={"tensor_parallel_size": 2},
         ranks=2,
     ),
-    Case(
-        "Llama, PP 2, compiled",
-        tiny_models.llama,
-        (((0, 1, 2, 3), 4, 32),),
-        llm={"pipeline_parallel_size": 2, "enforce_eager": False},
-        ranks=2,
-    ),
 )
 
 
