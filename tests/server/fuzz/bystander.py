@@ -18,7 +18,7 @@ from lmcache_qserver.testing.daemon import RunningDaemon, wait_until
 from tests.server.ring_writer import BLOCK_BYTES
 from tests.server.wire_worker import WireWorker
 
-ANSWER_S = 2.0
+ANSWER_S = 4.0
 """Far more than any request needs, and less than any time-out of the daemon's: who waits for a peer is seen."""
 MIB = 1 << 20
 
@@ -68,9 +68,9 @@ class Bystander:
         wait_until(
             lambda: daemon.open_files() <= self._files,
             f"descriptors are back at {self._files}",
-            deadline_s=10,
+            deadline_s=30,
         )
-        wait_until(lambda: _threads(daemon) <= self._threads, "threads are gone", deadline_s=10)
+        wait_until(lambda: _threads(daemon) <= self._threads, "threads are gone", deadline_s=30)
         now = daemon.resident_bytes()
         assert now <= self._most_bytes, f"{(now - self._most_bytes) / MIB:.0f} MiB too many"
         assert "Traceback" not in daemon.log(), daemon.log()
