@@ -508,6 +508,7 @@ class QStoreModule:
             False when stores are still running after `deadline_s` seconds.
         """
         self._draining = True
+        self._checksums.stop()
         if self._stores:
             await asyncio.wait(set(self._stores), timeout=deadline_s)
         return not self._stores
