@@ -377,12 +377,12 @@ class QStoreModule:
         try:
             instance = self._live_instance(client, instance_id)
             store = check_upload(instance, key, proof, self.chunk_size)
+            instance.last_seen = max(instance.last_seen, now)
+            began = self._clock()
+            found = await self.uploads.begin(client, instance, store, self._clock)
         except RequestError as error:
             self._totals.rejected_stores[error.code] += 1
             raise
-        instance.last_seen = max(instance.last_seen, now)
-        began = self._clock()
-        found = await self.uploads.begin(client, instance, store, self._clock)
         self._totals.submitted_stores += 1
         self._tell_begin(instance, store)
         if isinstance(found, StoreOutcome):
