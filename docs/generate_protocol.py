@@ -185,6 +185,8 @@ def _default(field: Any) -> str:
     words: dict[Any, str] = {None: "nil", True: "true", False: "false", "": '""', b"": "empty"}
     if isinstance(value, int) and not isinstance(value, bool):
         return number(value)
+    if isinstance(value, str) and value:
+        return f'"{value}"'
     return words.get(value, "empty") if isinstance(value, str | bytes | bool | None) else "empty"
 
 

@@ -223,6 +223,10 @@ class ChecksumsReport(msgspec.Struct, frozen=True, kw_only=True):
     corrupt: Annotated[
         int, Meta(description="objects dropped since the start, because theirs did not")
     ]
+    failed: Annotated[
+        int,
+        Meta(description="objects since the start that could not be looked at behind their store"),
+    ]
     waiting: Annotated[int, Meta(description="objects that wait for theirs")]
 
 

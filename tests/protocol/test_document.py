@@ -49,3 +49,7 @@ def test_contexts_and_dtypes_are_named() -> None:
         assert f'"{context}"' in TEXT
     words = " ".join(TEXT.split())
     assert ", ".join(DTYPE_BYTES) + ";" in words
+
+
+def test_a_default_that_is_a_word_is_told() -> None:
+    assert '| `kind` | str (<= 32) | "shm" |' in TEXT

@@ -256,6 +256,11 @@ def _of_checksums(checksums: ChecksumsReport) -> Iterator[Metric]:
     yield _counter(
         "objects_corrupt", "Objects dropped because their bytes had changed.", checksums.corrupt
     )
+    yield _counter(
+        "objects_unexamined",
+        "Objects that could not be looked at behind their store.",
+        checksums.failed,
+    )
     yield _gauge("checksums_waiting", "Objects that wait for their checksum.", checksums.waiting)
 
 

@@ -10,6 +10,9 @@ a slow pace. (With inline checksums the lane makes those beside the copy.) `veri
 Nothing is leased for that: an object's bytes never change while it is stored, so what was found counts if the very same
 object is stored before and after. What is read of a slot that was freed meanwhile is thrown away.
 
+What goes wrong here costs no store anything: `note` only takes down, and an object that can't be looked at is counted
+as failed; the others get their turn. A server that stops looks at nothing more.
+
 Everything but the looking itself is on the event loop.
 """
 
@@ -21,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.messages import VerifyReply
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.copying import Lane
@@ -50,6 +54,8 @@ class ChecksumCounts:
     """Comparisons that agreed."""
     corrupt: int = 0
     """Comparisons that did not; these objects are gone."""
+    failed: int = 0
+    """Objects that could not be looked at behind their store."""
 
 
 class Checksums:
@@ -69,6 +75,7 @@ class Checksums:
         self._found_nonfinite = found_nonfinite
         self._waiting: deque[StoredObject] = deque()
         self._lane: Lane | None = None
+        self._stopping = False
         self._worker: asyncio.Task[None] | None = None
         self._verifying: asyncio.Task[VerifyReply] | None = None
 
@@ -77,23 +84,23 @@ class Checksums:
         self._start_lane()
 
     def note(self, stored: StoredObject) -> None:
-        """An object has been committed, with its checksum or without."""
+        """An object has been committed, with its checksum or without. Raises nothing."""
         if stored.checksum is not None:
             self.counts.made += 1
         self._waiting.append(stored)
         if len(self._waiting) > MIN_WAITING + 2 * len(self._index):
             # Without a pause few get their turn, and most are evicted before: they need not wait any more.
             self._waiting = deque(filter(self._is_stored, self._waiting))
-        self._start_lane()
-        if self._worker is None:
+        if self._worker is None and not self._stopping:
             self._worker = asyncio.get_running_loop().create_task(self._work())
 
     def verify(self) -> asyncio.Task[VerifyReply]:
         """Hash everything that is stored now, and compare; what differs is dropped as `corrupt`.
 
         Who asks while it runs gets the outcome of the run under way.
+
+        The task raises RequestError(shutting_down) when the server stops meanwhile.
         """
-        self._start_lane()
         if self._verifying is None or self._verifying.done():
             self._verifying = asyncio.get_running_loop().create_task(self._verify())
         return self._verifying
@@ -105,11 +112,17 @@ class Checksums:
             made=counts.made,
             verified=counts.verified,
             corrupt=counts.corrupt,
+            failed=counts.failed,
             waiting=len(self._waiting),
         )
 
+    def stop(self) -> None:
+        """Look at nothing more, but for the object that is being looked at."""
+        self._stopping = True
+
     async def close(self, timeout_s: float) -> None:
         """End the thread; nothing is hashed any more."""
+        self.stop()
         for task in (self._worker, self._verifying):
             if task is not None:
                 task.cancel()
@@ -120,13 +133,23 @@ class Checksums:
     async def _work(self) -> None:
         """Until nothing waits."""
         try:
-            while self._waiting:
+            while self._waiting and not self._stopping:
                 await self._wait_for_a_pause()
                 stored = self._waiting.popleft()
                 if self._is_stored(stored):
-                    await self._examine(stored)
+                    await self._try_to_examine(stored)
         finally:
             self._worker = None
+
+    async def _try_to_examine(self, stored: StoredObject) -> None:
+        try:
+            await self._examine(stored)
+        except Exception:
+            if not self.counts.failed:
+                logger.exception(
+                    "a stored object can't be looked at (logged once): it has no checksum until it is verified"
+                )
+            self.counts.failed += 1
 
     async def _wait_for_a_pause(self) -> None:
         for _ in range(MAX_PAUSES):
@@ -137,6 +160,10 @@ class Checksums:
     async def _verify(self) -> VerifyReply:
         verified = made = corrupt = nbytes = 0
         for stored in self._index.objects():
+            if self._stopping:
+                raise RequestError(
+                    ErrorCode.SHUTTING_DOWN, "the server is shutting down: verify when it is back"
+                )
             if not self._is_stored(stored):
                 continue
             found = await self._hash(stored)
@@ -148,10 +175,10 @@ class Checksums:
                 made += 1
             elif stored.checksum == found:
                 verified += 1
+                self.counts.verified += 1
             else:
                 corrupt += 1
                 self._drop(stored)
-        self.counts.verified += verified
         return VerifyReply(verified=verified, made=made, corrupt=corrupt, nbytes=nbytes)
 
     async def _examine(self, stored: StoredObject) -> None:

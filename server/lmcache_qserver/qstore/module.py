@@ -377,12 +377,12 @@ class QStoreModule:
         try:
             instance = self._live_instance(client, instance_id)
             store = check_upload(instance, key, proof, self.chunk_size)
+            instance.last_seen = max(instance.last_seen, now)
+            began = self._clock()
+            found = await self.uploads.begin(client, instance, store, self._clock)
         except RequestError as error:
             self._totals.rejected_stores[error.code] += 1
             raise
-        instance.last_seen = max(instance.last_seen, now)
-        began = self._clock()
-        found = await self.uploads.begin(client, instance, store, self._clock)
         self._totals.submitted_stores += 1
         self._tell_begin(instance, store)
         if isinstance(found, StoreOutcome):
@@ -508,6 +508,7 @@ class QStoreModule:
             False when stores are still running after `deadline_s` seconds.
         """
         self._draining = True
+        self._checksums.stop()
         if self._stores:
             await asyncio.wait(set(self._stores), timeout=deadline_s)
         return not self._stores

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+from typing import Any
 
 import numpy as np
+import pytest
 import xxhash
 
+from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qserver.qstore import checksums
 from tests.server.qstore.fake_worker import CHUNK_BYTES, stored_chunk
 from tests.server.qstore.test_pieces import store as store_piece
+from tests.server.qstore.test_uploads import Inline, is_empty
 from tests.server.qstore.world import World, until
 
 
@@ -170,3 +177,96 @@ async def test_what_was_evicted_before_its_turn_does_not_wait_for_ever() -> None
     world.gate.open.set()
     await held
     await world.close()
+
+
+def no_thread(name: str) -> None:
+    """In place of a lane, where the system has no thread to give."""
+    raise RuntimeError(f"can't start new thread {name}")
+
+
+async def test_a_store_needs_no_thread_that_looks_behind_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await world.worker()
+    monkeypatch.setattr(checksums, "Lane", no_thread)
+    assert (await world.store(worker, 1, 0, 3)).stored == 3
+    assert world.pool.usage().reserved_bytes == 0
+    await until(lambda: world.module.report_status()["checksums"]["failed"] == 3)
+    monkeypatch.undo()
+    assert (await world.module.verify_q()).made == 3
+
+
+async def test_an_upload_needs_none_either(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await Inline(world).register()
+    monkeypatch.setattr(checksums, "Lane", no_thread)
+    assert (await worker.store(1)).stored == 1
+    is_empty(world)
+
+
+async def test_an_object_that_cannot_be_looked_at_keeps_no_other_waiting(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = []
+
+    def odd(*_: Any) -> int:
+        looked.append(1)
+        if len(looked) < 3:
+            raise ValueError("odd bytes")
+        return 0
+
+    monkeypatch.setattr(checksums, "nonfinite_rows", odd)
+    worker = await world.worker()
+    await world.store(worker, 1, 0, 4)
+    await until(lambda: made(world) == 2)
+    report = world.module.report_status()["checksums"]
+    assert (report["failed"], report["waiting"]) == (2, 0)
+    assert caplog.text.count("logged once") == 1
+
+
+async def test_a_server_that_stops_waits_for_no_verification(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await world.worker()
+    await world.store(worker, 1, 0, 4)
+    await until(lambda: made(world) == 4)
+    hashing, go_on = threading.Event(), threading.Event()
+
+    def slow(_: Any) -> bytes:
+        hashing.set()
+        assert go_on.wait(20)
+        return b""
+
+    monkeypatch.setattr(checksums, "checksum", slow)
+    verifying = asyncio.ensure_future(world.module.verify_q())
+    await until(hashing.is_set)
+    assert await world.module.drain(20)
+    go_on.set()
+    with pytest.raises(RequestError) as refused:
+        await verifying
+    assert refused.value.code is ErrorCode.SHUTTING_DOWN
+    assert world.module.report_status()["checksums"]["corrupt"] == 1  # what was found before
+
+
+async def test_what_is_stored_while_everything_closes_is_not_looked_at(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    worker = await world.worker()
+    await world.store(worker, 1)
+    await until(lambda: made(world) == 1)
+    world.gate.hold_calls = {1}
+    held = asyncio.ensure_future(world.store(worker, 2, block=8))
+    await until(world.gate.entered.is_set)
+    closing = asyncio.ensure_future(world.module.close())
+    await until(lambda: threads("checksums") == 0)
+    world.gate.open.set()
+    assert (await held).stored == 1
+    await closing
+    worker.close()
+    world.memory.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())

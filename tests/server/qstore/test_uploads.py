@@ -324,6 +324,7 @@ async def test_a_client_holds_a_part_of_the_pool_at_most(world: World, worker: I
         await worker.begin(most)
     assert caught.value.code is ErrorCode.BUSY
     assert world.pool.usage().reserved_bytes == most * SPAN
+    assert world.module.report_status()["totals"]["rejected_stores"] == {"busy": 1}
     other = await Inline(world, "c2", 2).register()
     assert (await other.begin(most)).upload_id
     await world.module.client_gone("c1", world.now)
