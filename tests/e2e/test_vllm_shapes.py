@@ -57,6 +57,7 @@ class Case:
         cached: whether the engine's prefix cache has hits.
         ranks: of all parallelism together.
         rearrange: see `tiny_models.reference_queries`.
+        processor: a flag of the processor that the engine's kernels need.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Case:
     cached: bool = True
     ranks: int = 1
     rearrange: Callable[[Any], Any] | None = None
+    processor: str = ""
 
     @property
     def dtype(self) -> str:
@@ -104,6 +106,7 @@ CASES = (
         tolerance=BF16,
         llm={"dtype": "bfloat16"},
         rearrange=interleaved,
+        processor="amx_tile",
     ),
     Case(
         "Llama, TP 2",
@@ -181,6 +184,8 @@ def note(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_shape(case: Case, daemon: RunningDaemon, tmp_path: Path) -> None:
+    if case.processor not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"the engine's kernels for it need a processor with {case.processor}")
     import torch
 
     folder = tiny_models.make_model(case.config(), tmp_path / "model", getattr(torch, case.dtype))
