@@ -380,6 +380,10 @@ class QStoreModule:
             instance.last_seen = max(instance.last_seen, now)
             began = self._clock()
             found = await self.uploads.begin(client, instance, store, self._clock)
+            if self._draining and isinstance(found, Upload):
+                # It has waited for another writer meanwhile, and nobody waits for it any more.
+                self.uploads.give_up(found, "the server is shutting down")
+                raise _shutting_down()
         except RequestError as error:
             self._totals.rejected_stores[error.code] += 1
             raise

@@ -204,7 +204,7 @@ class Uploads:
         """For `/status`."""
         return UploadsReport(
             open=len(self._open),
-            bytes=sum(self._held.values()),
+            bytes=sum(upload.nbytes for upload in self._open.values()),
             given_up=self._given_up,
             cap_bytes_per_client=self.cap_bytes,
         )

@@ -304,6 +304,37 @@ async def test_a_second_writer_waits_and_takes_over_what_the_first_gives_up(
     assert (await other.end(reply.upload_id, stamps_of(7, 0))).ok
 
 
+async def test_who_waits_for_another_writer_begins_nothing_while_the_server_drains(
+    world: World, worker: Inline
+) -> None:
+    """Nobody would wait for its end: the server would be gone with the upload half sent, and without a word."""
+    first = await worker.begin(1)
+    other = await Inline(world, "c2", 2).register()
+    waiting = asyncio.ensure_future(other.begin(1))
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(world.module.drain(20))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError):
+        await worker.part(first.upload_id, 1, b"not the next")
+    with pytest.raises(RequestError) as refused:
+        await waiting
+    assert refused.value.code is ErrorCode.SHUTTING_DOWN
+    assert await draining
+    is_empty(world)
+
+
+async def test_bytes_of_uploads_are_those_that_are_reserved(world: World, worker: Inline) -> None:
+    """Who waits for another writer holds none."""
+    first = await worker.begin(1)
+    other = await Inline(world, "c2", 2).register()
+    waiting = asyncio.ensure_future(other.begin(1))
+    await asyncio.sleep(0)
+    assert world.module.uploads.summary().bytes == CHUNK_BYTES
+    await worker.parts(first.upload_id, stored_chunk(1, 0).tobytes())
+    await worker.end(first.upload_id, stamps_of(7, 0))
+    assert (await waiting).result is not None
+
+
 async def test_a_second_writer_shares_what_the_first_stores(world: World, worker: Inline) -> None:
     other = await Inline(world, "c2", 2).register()
     first = await worker.begin(1)
