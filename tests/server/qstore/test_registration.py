@@ -345,6 +345,7 @@ async def test_ping_without_an_id_says_that_there_is_a_server(world: World) -> N
 
 
 async def test_a_hundred_rings_leave_neither_descriptors_nor_threads(world: World) -> None:
+    world.module.start()
     worker = await world.worker()
     await world.store(worker, 0)
     await world.module.unregister_q_cache("c1", 1, None, world.now)
