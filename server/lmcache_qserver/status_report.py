@@ -74,7 +74,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: Annotated[str, Meta(description="as registered, without the feature's suffix")]
     world_size: Annotated[int, Meta(description="ranks")]
-    transport: Annotated[str, Meta(description="how its bytes come: `shm` or `inline`")]
+    transport: Annotated[
+        str,
+        Meta(
+            description="how its bytes come: `shm`, `inline`, or the kind of device that they lie on (`cuda`)"
+        ),
+    ]
     device: Annotated[str, Meta(description="where its ring lies: cpu, or a device (cuda:0)")]
     q_ring_layout: Annotated[RingLayoutReport, Meta(description="its ring, as registered")]
     ring: Annotated[

@@ -557,7 +557,7 @@ def _describe_instance(instance: Instance) -> InstanceReport:
     return InstanceReport(
         model_name=instance.model_name,
         world_size=instance.world_size,
-        transport="inline" if description.kind == "inline" else "shm",
+        transport=description.kind,
         device=instance.ring.device,
         q_ring_layout=RingLayoutReport(
             num_layers=len(layout.layer_ids),
