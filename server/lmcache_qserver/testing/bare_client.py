@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,21 @@ class BareLifeline:
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(TIMEOUT_MS / 1000)
-        self.socket.connect(path)
+        self._connect(path)
+
+    def _connect(self, path: str) -> None:
+        """With a time-out a socket does not wait for room in the server's backlog: that is done here."""
+        deadline = time.monotonic() + TIMEOUT_MS / 1000
+        while True:
+            try:
+                self.socket.connect(path)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self.socket.close()
+                    raise
+                time.sleep(0.001)
+            else:
+                return
 
     def __enter__(self) -> BareLifeline:
         return self
