@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import pytest
 import torch
 
 from lmcache_qclient.capture.ring import QRingBuffer
+from lmcache_qclient.link.requests import RequestLink
 from lmcache_qclient.qcache import connect
 from lmcache_qprotocol.codec import decode_reply, encode, encode_request
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.hashing import chunk_hashes
 from lmcache_qprotocol.messages import ChunkQuery
-from lmcache_qprotocol.operations import FETCH_Q
+from lmcache_qprotocol.operations import FETCH_Q, Operation
 from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.testing.bare_client import BareClient
 from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon, wait_until
@@ -140,7 +142,15 @@ def test_a_server_takes_nothing_inline_unless_it_is_told_to() -> None:
         worker.capture.shutdown()
 
 
-def test_a_lease_that_is_over_gives_no_bytes() -> None:
+def test_a_lease_that_is_over_gives_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plainly_submit = RequestLink.submit
+
+    def submit(link: RequestLink, operation: Operation, payloads: Sequence[Any] = ()) -> Any:
+        if operation is FETCH_Q:
+            time.sleep(0.02)  # the lease is over, however fast the machine is
+        return plainly_submit(link, operation, payloads)
+
+    monkeypatch.setattr(RequestLink, "submit", submit)
     with running_daemon(allow_inline=True, chunk_size=CHUNK, lease_timeout_s=0.001) as daemon:
         worker = SmallWorker(daemon.url, transport="inline")
         worker.prefill("a", TOKENS)

@@ -28,7 +28,7 @@ from lmcache_qprotocol.operations import PING
 
 logger = logging.getLogger(__name__)
 
-ARRIVE_S = 0.05
+ARRIVE_S = 0.25
 """So long answers may come that were sent before the lifeline hung up: it overtakes them."""
 JOIN_SLACK_S = 1.0
 
