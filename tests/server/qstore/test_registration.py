@@ -358,5 +358,5 @@ async def test_a_hundred_rings_leave_neither_descriptors_nor_threads(world: Worl
             await world.module.unregister_q_cache("c1", 1, None, world.now)
         else:
             await world.module.client_gone("c1", world.now)
-    await until(lambda: threading.active_count() == threads)
-    assert open_fds() == fds
+    await until(lambda: threading.active_count() <= threads)
+    await until(lambda: open_fds() <= fds)
