@@ -14,6 +14,9 @@ Metadata are strings, as safetensors wants. Numbers and lists in them are JSON:
     key             blake3 of the whole object key, salt included (`ObjectKey.digest`), hex
     model_name, world_size, kv_rank, chunk_hash, layout_id      of the key; `salt`: its digest, empty for none
     piece           rows [a, b) if the key has them, else null
+    parent          hash of the chunk before, hex; empty if the writer did not tell it
+    tokens          ids of the chunk's tokens from its start to the last of `rows`; [] if the writer did not tell them
+    items           items (pictures, prompt embeddings) that begin among them, their offsets from the chunk's start
     axes            names of `q`'s axes
     layout          the whole `Layout`: feature, layer ids, heads, head_dim, dtype, ranks, revision
     block_size, chunk_size
@@ -24,7 +27,8 @@ Metadata are strings, as safetensors wants. Numbers and lists in them are JSON:
 
 Only one header says the same: reading renders it anew and compares bytes. So a header is accepted if it is exactly what
 `encode` makes of its contents, its checksum holds over every byte of the object, its layout has the key's layout id,
-and the tensor has as many bytes as layout and rows make. All else is Corrupt. xxh3-64 finds accidents, not forgers.
+its tokens have the key's chunk hash, and the tensor has as many bytes as layout and rows make. All else is Corrupt.
+xxh3-64 finds accidents, not forgers.
 
 Pure: no I/O. Large data is read once, for the checksum, with the GIL free, and never copied.
 """
@@ -40,6 +44,8 @@ import msgspec
 import xxhash
 
 from lmcache_qprotocol.dtypes import DTYPE_BYTES
+from lmcache_qprotocol.hashing import chunk_hash
+from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.keys import ObjectKey
 from lmcache_qprotocol.layout import Layout, layout_id
 from lmcache_qserver.tier.errors import Corrupt
@@ -85,6 +91,9 @@ class Header:
         rows: rows [a, b) of the chunk that are held.
         start: absolute position of the chunk's first token; None if unknown.
         created: seconds since the epoch.
+        parent: hash of the chunk before; empty if unknown.
+        tokens: of the chunk, from its start to the end of `rows`; empty if unknown.
+        items: those that begin among `tokens`, offsets from the chunk's start.
     """
 
     key_digest: bytes
@@ -101,6 +110,9 @@ class Header:
     rows: tuple[int, int]
     start: int | None
     created: float
+    parent: bytes = b""
+    tokens: tuple[int, ...] = ()
+    items: tuple[ItemIdentity, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -114,6 +126,7 @@ class Header:
             layout_id=self.layout_id,
             chunk_hash=self.chunk_hash,
             rows=self.piece,
+            parent=self.parent,
         )
 
     @property
@@ -142,6 +155,16 @@ class Header:
             raise ValueError(f"an object of key rows {self.piece} can't hold rows {self.rows}")
         if self.layout_id and self.layout_id != layout_id(self.layout):
             raise ValueError("the layout is not the key's")
+        if self.tokens or self.items:
+            self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        if not self.parent or len(self.tokens) != self.rows[1]:
+            raise ValueError(f"there are {len(self.tokens)} tokens for rows {self.rows}")
+        if any(not 0 <= item.offset < len(self.tokens) for item in self.items):
+            raise ValueError("an item begins outside of the tokens")
+        if chunk_hash(self.parent, self.tokens, 0, self.items) != self.chunk_hash:
+            raise ValueError("the tokens are not those that the key's hash names")
 
 
 def header_of(
@@ -152,6 +175,9 @@ def header_of(
     rows: tuple[int, int],
     created: float,
     start: int | None = None,
+    parent: bytes = b"",
+    tokens: tuple[int, ...] = (),
+    items: tuple[ItemIdentity, ...] = (),
     extra: Mapping[str, str] | None = None,
 ) -> Header:
     """The header of a key's object; arguments as in `Header`.
@@ -175,6 +201,9 @@ def header_of(
         rows=rows,
         start=start,
         created=created,
+        parent=parent,
+        tokens=tokens,
+        items=items,
         extra=dict(extra or {}),
     )
     header.check()
@@ -249,7 +278,9 @@ def decode(head: memoryview, data: memoryview, key: ObjectKey | None = None) -> 
     raw = bytes(head)
     if _checksum(_blanked(raw), data) != raw[_DIGITS]:
         raise Corrupt("the object's bytes have changed since they were written")
-    if key is not None and (header.key_digest != key.digest() or header.address != address_of(key)):
+    if key is not None and (
+        header.key_digest != key.digest() or header.address != address_of(key, header.parent)
+    ):
         raise Corrupt("the object is another key's")
     return header
 
@@ -270,6 +301,9 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     chunk_hash: str
     layout_id: str
     piece: str
+    parent: str
+    tokens: str
+    items: str
     axes: str
     layout: str
     block_size: str
@@ -309,6 +343,9 @@ def _render(header: Header) -> bytes:
         chunk_hash=header.chunk_hash.hex(),
         layout_id=header.layout_id.hex(),
         piece=_json(header.piece),
+        parent=header.parent.hex(),
+        tokens=_json(header.tokens),
+        items=_json(header.items),
         axes=_json(AXES),
         layout=_json(layout),
         block_size=_json(header.block_size),
@@ -349,6 +386,9 @@ def _parse(text: bytes) -> Header:
         rows=rows,
         start=None if token_range is None else token_range[0] - rows[0],
         created=datetime.fromisoformat(metadata.created).timestamp(),
+        parent=bytes.fromhex(metadata.parent),
+        tokens=_typed(metadata.tokens, tuple[int, ...]),
+        items=_typed(metadata.items, tuple[ItemIdentity, ...]),
         extra=_typed(metadata.extra, dict[str, str]),
     )
 

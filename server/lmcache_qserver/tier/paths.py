@@ -1,18 +1,20 @@
 """From a key to an object's name, and back as far as a name tells.
 
-    v1 / MODEL / SALT / LAYOUT-wWORLD-rRANK / HH / HASH[.A-B].safetensors
+    v1 / MODEL / LAYOUT-wWORLD-rRANK / SALT / PP / PARENT-HASH[.A-B].safetensors
 
     MODEL    the key's model name. What is not [A-Za-z0-9_.-], and a dot in front, is =XX for each byte of UTF-8.
              What would be longer than 96 characters is its beginning, `~`, and 32 hex digits of its blake3.
-    SALT     32 hex digits of the salt's digest; `nosalt` for none. A salt itself never becomes part of a name.
     LAYOUT   the layout id, 32 hex digits; `legacy` for none.
     WORLD    world size, decimal.  RANK  kv_rank, 8 hex digits.
-    HH       the first two digits of HASH: 256 folders, so none grows too large.
+    SALT     32 hex digits of the salt's digest; `nosalt` for none. A salt itself never becomes part of a name.
+    PARENT   the hash of the chunk before, 64 hex digits; 64 zeros where the writer did not tell it.
+    PP       the first two digits of PARENT, of HASH where that is unknown: 256 folders, so none grows too large.
     HASH     the chunk hash, 64 hex digits.  A-B  for a piece: rows [A, B).
 
-All of the key but the plain salt (and a very long model name) can be read off a name, so listing is enough to know what
-there is; `v1/MODEL/` and `v1/MODEL/SALT/` are prefixes to list or purge by. Two keys have two names, unless digests
-collide; the object's own header holds the whole key's digest besides, and decides.
+What hangs on one parent lies in one folder, so what continues a sequence can be listed, whoever stored it: no index is
+kept anywhere. All of the key but the plain salt (and a very long model name) can be read off a name;
+`v1/MODEL/` and `v1/MODEL/LAYOUT-wWORLD-rRANK/SALT/` are prefixes to list or purge by. Two keys have two names, unless
+digests collide; the object's own header holds the whole key's digest besides, and decides.
 
 Nothing that a client sends becomes part of a path in any other way.
 """
@@ -34,9 +36,11 @@ MAX_MODEL_CHARS = 96
 MODEL_CONTEXT = "lmcache-qserver 2026-11 model folder v1"
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
+NO_PARENT = "0" * 64
 _NAME = re.compile(
-    rf"{VERSION}/(?P<model>[^/]+)/(?P<salt>[0-9a-f]{{32}}|{NO_SALT})/(?P<layout>[0-9a-f]{{32}}|{NO_LAYOUT})"
-    r"-w(?P<world>[1-9][0-9]{0,2})-r(?P<rank>[0-9a-f]{8})/(?P<fan>[0-9a-f]{2})/(?P<hash>[0-9a-f]{64})"
+    rf"{VERSION}/(?P<model>[^/]+)/(?P<layout>[0-9a-f]{{32}}|{NO_LAYOUT})-w(?P<world>[1-9][0-9]{{0,2}})"
+    rf"-r(?P<rank>[0-9a-f]{{8}})/(?P<salt>[0-9a-f]{{32}}|{NO_SALT})/[0-9a-f]{{2}}"
+    r"/(?P<parent>[0-9a-f]{64})-(?P<hash>[0-9a-f]{64})"
     rf"(?:\.(?P<a>[0-9]{{1,10}})-(?P<b>[0-9]{{1,10}}))?{re.escape(SUFFIX)}"
 )
 
@@ -50,6 +54,7 @@ class Address:
         salt: its digest, 32 hex digits; empty for none.
         layout_id: 16 bytes, or none.
         rows: of a piece; None for a whole chunk.
+        parent: hash of the chunk before, 32 bytes; none where it is unknown.
     """
 
     model_folder: str
@@ -59,17 +64,31 @@ class Address:
     layout_id: bytes
     chunk_hash: bytes
     rows: tuple[int, int] | None
+    parent: bytes = b""
 
     @property
     def name(self) -> str:
         """The object's name."""
-        layout = self.layout_id.hex() or NO_LAYOUT
-        name = self.chunk_hash.hex()
         rows = "" if self.rows is None else f".{self.rows[0]}-{self.rows[1]}"
-        return (
-            f"{VERSION}/{self.model_folder}/{self.salt or NO_SALT}/"
-            f"{layout}-w{self.world_size}-r{self.kv_rank:08x}/{name[:2]}/{name}{rows}{SUFFIX}"
-        )
+        parent = self.parent.hex() or NO_PARENT
+        return f"{self.folder}/{parent}-{self.chunk_hash.hex()}{rows}{SUFFIX}"
+
+    @property
+    def folder(self) -> str:
+        """Where it lies, together with all that hangs on its parent."""
+        first = self.parent if any(self.parent) else self.chunk_hash
+        return f"{self.salt_folder}/{first[:1].hex()}"
+
+    @property
+    def salt_folder(self) -> str:
+        """Where all of its layout and salt lies."""
+        return f"{self.layout_folder}/{self.salt or NO_SALT}"
+
+    @property
+    def layout_folder(self) -> str:
+        """Where all of its model, layout and rank lies."""
+        layout = self.layout_id.hex() or NO_LAYOUT
+        return f"{VERSION}/{self.model_folder}/{layout}-w{self.world_size}-r{self.kv_rank:08x}"
 
     @property
     def model_name(self) -> str | None:
@@ -77,8 +96,12 @@ class Address:
         return unquote(self.model_folder)
 
 
-def address_of(key: ObjectKey) -> Address:
-    """The key's address."""
+def address_of(key: ObjectKey, parent: bytes = b"") -> Address:
+    """The key's address.
+
+    Args:
+        parent: see `Address`.
+    """
     family = key.family
     return Address(
         model_folder=quote(family.model_name),
@@ -88,12 +111,13 @@ def address_of(key: ObjectKey) -> Address:
         layout_id=family.layout_id,
         chunk_hash=key.chunk_hash,
         rows=key.rows,
+        parent=parent,
     )
 
 
-def name_of(key: ObjectKey) -> str:
-    """The name of a key's object."""
-    return address_of(key).name
+def name_of(key: ObjectKey, parent: bytes = b"") -> str:
+    """The name of a key's object; `parent` as in `Address`."""
+    return address_of(key, parent).name
 
 
 def parse_name(name: str) -> Address | None:
@@ -110,6 +134,7 @@ def parse_name(name: str) -> Address | None:
         layout_id=b"" if layout == NO_LAYOUT else bytes.fromhex(layout),
         chunk_hash=bytes.fromhex(match["hash"]),
         rows=None if a is None else (int(a), int(b)),
+        parent=b"" if match["parent"] == NO_PARENT else bytes.fromhex(match["parent"]),
     )
     # Leading zeros, a fan-out folder of another hash, a model quoted otherwise: not a name that we give.
     is_ours = address.name == name and _is_quoted(address.model_folder)
@@ -123,9 +148,9 @@ def model_prefix(model_name: str) -> str:
     return f"{VERSION}/{quote(model_name)}"
 
 
-def salt_prefix(model_name: str, salt: str) -> str:
-    """What all names of one salt of a model begin with, without the last slash."""
-    return f"{model_prefix(model_name)}/{salt_digest(salt) or NO_SALT}"
+def salt_segment(salt: str) -> str:
+    """The folder of a salt."""
+    return salt_digest(salt) or NO_SALT
 
 
 def quote(model_name: str) -> str:

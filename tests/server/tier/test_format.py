@@ -17,6 +17,8 @@ from safetensors.numpy import load as load_numpy
 from safetensors.torch import load as load_torch
 
 from lmcache_qprotocol.dtypes import DTYPE_BYTES
+from lmcache_qprotocol.hashing import chunk_hash
+from lmcache_qprotocol.identity import ItemIdentity
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank, salt_digest
 from lmcache_qprotocol.layout import Layout, layout_id
 from lmcache_qserver.tier import Corrupt
@@ -33,7 +35,9 @@ from lmcache_qserver.tier.format import (
 from lmcache_qserver.tier.paths import address_of, name_of
 
 CREATED = 1_800_000_000.123456
-TOKENS = '{"tokens":[1,2,3]}'
+EXTRA = '{"a":[1,2,3]}'
+PARENT = bytes(range(200, 232))
+TOKENS = tuple(range(1000, 1008))
 
 
 def layout_of(layers: tuple[int, ...] = (1, 9), dtype: str = "bfloat16", heads: int = 2) -> Layout:
@@ -134,6 +138,9 @@ def test_every_byte_of_the_header() -> None:
         "chunk_hash": bytes(range(32)).hex(),
         "layout_id": layout_id(layout_of()).hex(),
         "piece": "null",
+        "parent": "",
+        "tokens": "[]",
+        "items": "[]",
         "axes": '["block","layer","token_in_block","head_and_dim"]',
         "layout": '{"feature":"transfer_query","layer_ids":[1,9],"first_head":0,"num_heads":2,"total_heads":2,'
         '"head_dim":8,"dtype":"bfloat16","tp_rank":0,"tp_size":1,"pp_rank":0,"pp_size":1,"model_revision":"abc"}',
@@ -147,7 +154,7 @@ def test_every_byte_of_the_header() -> None:
     assert parsed["q"] == {"dtype": "BF16", "shape": [2, 2, 4, 16], "data_offsets": [0, len(data)]}
 
 
-CHECKSUM = "xxh3-64:c5a196b54057793f"
+CHECKSUM = "xxh3-64:5032d16183d89b9c"
 
 
 def test_the_plain_salt_is_nowhere() -> None:
@@ -205,13 +212,11 @@ def test_long_names_and_extras_fit() -> None:
     layout = layout_of()
     model = "\x01🙂" * 256
     key = key_of(layout, model=model)
-    header = header_of(
-        key, layout, 4, 8, (0, 8), CREATED, extra={"tokens": TOKENS * 1000, "ü": "🙂"}
-    )
+    header = header_of(key, layout, 4, 8, (0, 8), CREATED, extra={"e": EXTRA * 1000, "ü": "🙂"})
     data = bytes(header.data_bytes)
     head = encode(header, memoryview(data))
     assert accepts(key, head, data).model_name == model
-    assert accepts(key, head, data).extra["tokens"] == TOKENS * 1000
+    assert accepts(key, head, data).extra["e"] == EXTRA * 1000
     assert load_torch(head + data)["q"].shape == header.shape
     with pytest.raises(ValueError, match="at most"):
         encode(
@@ -227,6 +232,37 @@ def test_pieces(rows: tuple[int, int], blocks: int) -> None:
     assert (header.piece, header.rows, header.shape[0]) == (rows, rows, blocks)
     assert b'"token_range":"[%d,%d]"' % (16 + rows[0], 16 + rows[1]) in head
     rejects(key_of(layout_of()), head + data)
+
+
+def test_an_object_knows_its_tokens() -> None:
+    picture = ItemIdentity("mm", "digest", 3)
+    layout = layout_of()
+    key = key_of(layout, chunk_hash=chunk_hash(PARENT, TOKENS, 0, [picture]))
+    told: dict[str, Any] = {"parent": PARENT, "tokens": TOKENS, "items": (picture,)}
+    header = header_of(key, layout, 4, 8, (0, 8), CREATED, **told)
+    data = bytes(header.data_bytes)
+    read = accepts(key, encode(header, memoryview(data)), data)
+    assert (read.parent, read.tokens, read.items) == (PARENT, TOKENS, (picture,))
+    assert read.address == address_of(key, PARENT)
+    for other in (
+        {"tokens": TOKENS[:-1]},
+        {"tokens": (*TOKENS[:-1], 0)},
+        {"items": ()},
+        {"items": (ItemIdentity("mm", "digest", 4),)},
+        {"items": (ItemIdentity("mm", "digest", 8),)},
+        {"parent": bytes(32)},
+        {"parent": b""},
+    ):
+        with pytest.raises(ValueError, match=r"tokens"):
+            header_of(key, layout, 4, 8, (0, 8), CREATED, **(told | other))
+
+
+def test_a_parent_may_be_known_without_tokens() -> None:
+    layout = layout_of()
+    key = key_of(layout)
+    header = header_of(key, layout, 4, 8, (0, 8), CREATED, parent=PARENT)
+    data = bytes(header.data_bytes)
+    assert accepts(key, encode(header, memoryview(data)), data).parent == PARENT
 
 
 @given(st.floats(1e9, 4e9))

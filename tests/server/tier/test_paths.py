@@ -16,7 +16,7 @@ from lmcache_qserver.tier.paths import (
     name_of,
     parse_name,
     quote,
-    salt_prefix,
+    salt_segment,
     unquote,
 )
 
@@ -82,13 +82,13 @@ keys = st.builds(
 
 
 def test_a_name_as_it_stands_in_the_documentation() -> None:
-    assert name_of(key_of()) == (
-        "v1/org=2Fmodel=23=23query/nosalt/000102030405060708090a0b0c0d0e0f-w2-r02010201/00/"
-        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f.safetensors"
+    assert name_of(key_of(chunk_hash=b"\xab" * 32)) == (
+        f"v1/org=2Fmodel=23=23query/000102030405060708090a0b0c0d0e0f-w2-r02010201/nosalt/ab/{'0' * 64}-{'ab' * 32}"
+        ".safetensors"
     )
     piece = key_of(salt="tenant", rows=(16, 100), layout_id=b"")
-    assert name_of(piece) == (
-        f"v1/org=2Fmodel=23=23query/{salt_digest('tenant')}/legacy-w2-r02010201/00/"
+    assert name_of(piece, b"\xcd" * 32) == (
+        f"v1/org=2Fmodel=23=23query/legacy-w2-r02010201/{salt_digest('tenant')}/cd/{'cd' * 32}-"
         "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f.16-100.safetensors"
     )
 
@@ -109,17 +109,32 @@ def test_no_two_of_them_share_a_name() -> None:
     assert len({name_of(key) for key in keys}) == len(keys)
 
 
-@given(keys)
-def test_a_name_tells_the_key_but_the_plain_salt(key: ObjectKey) -> None:
-    name = check_name(name_of(key))
+parents = st.just(b"") | st.binary(min_size=32, max_size=32).filter(any)
+
+
+@given(keys, parents)
+def test_a_name_tells_the_key_but_the_plain_salt(key: ObjectKey, parent: bytes) -> None:
+    name = check_name(name_of(key, parent))
     address = parse_name(name)
-    assert address == address_of(key)
+    assert address == address_of(key, parent)
     assert address is not None
     assert address.name == name
     assert address.model_name in (key.family.model_name, None)
     assert address.salt == salt_digest(key.family.cache_salt)
     assert name.startswith(model_prefix(key.family.model_name) + "/")
-    assert name.startswith(salt_prefix(key.family.model_name, key.family.cache_salt) + "/")
+    assert name.startswith(address.folder + "/")
+    assert address.folder.startswith(address.salt_folder + "/")
+    assert address.salt_folder == f"{address.layout_folder}/{salt_segment(key.family.cache_salt)}"
+
+
+def test_what_hangs_on_one_parent_lies_in_one_folder() -> None:
+    parent = bytes(range(100, 132))
+    whole, piece = key_of(chunk_hash=b"\x01" * 32), key_of(chunk_hash=b"\x02" * 32, rows=(0, 9))
+    assert address_of(whole, parent).folder == address_of(piece, parent).folder
+
+
+def test_a_parent_of_nothing_but_zeros_is_an_unknown_one() -> None:
+    assert name_of(key_of(), bytes(32)) == name_of(key_of())
 
 
 @given(keys, keys)
@@ -140,7 +155,7 @@ def test_names_of_ordinary_length_are_reversible() -> None:
         assert unquote(quote(model)) == model
 
 
-NAME = name_of(key_of(salt="x", rows=(1, 20)))
+NAME = name_of(key_of(salt="x", rows=(1, 20)), bytes(31) + b"x")
 
 
 @pytest.mark.parametrize(
