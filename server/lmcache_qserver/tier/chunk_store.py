@@ -3,13 +3,15 @@
     put        create only. A name that exists is success without writing: `already_there`. What is under a name never
                changes, so who read it once need not look again. When a put is answered `written` or `already_there` the
                object survives whatever the store survives: for files a power cut. Nobody looks whether what is there is
-               whole: who finds a Corrupt object deletes it, and then it can be put again.
+               whole: who finds a Corrupt object deletes it or puts it aside, and then it can be put again.
     get_into   the object's bytes into given buffers, to the byte: a different length is Corrupt, and then (as after any
                error) the buffers' contents mean nothing.
-    head       length and age, or None.
+    head       length, age and last use, or None.
     delete     what is not there is deleted already. What is being read stays readable, or the read fails as NotThere or
                Corrupt; it never mixes.
+    quarantine a broken object leaves its name and is kept for a person to look at; the name can be put again.
     list       as it goes, a page at a time. An object that comes or goes meanwhile may be in or not.
+    folders    one level of names, without the objects below.
     close      takes no more work and waits for what is under way, a bounded time.
 
     Buffers    put and get_into return a `Transfer` (transfer.py): whoever is cancelled stops waiting, the transfer goes
@@ -26,7 +28,9 @@ Event loop only.
 from __future__ import annotations
 
 import abc
+import builtins
 import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -57,11 +61,14 @@ class Entry:
     Attributes:
         nbytes: its length.
         modified: when it was put, seconds since the epoch, by the store's clock.
+        used: when it was last read from its beginning or put, as far as the store knows. Object stores know of no
+            reading: there it is `modified`.
     """
 
     name: str
     nbytes: int
     modified: float
+    used: float
 
 
 class ChunkStore(abc.ABC):
@@ -107,8 +114,24 @@ class ChunkStore(abc.ABC):
         """Delete objects; on an error some may be left, and deleting again is safe."""
 
     @abc.abstractmethod
+    async def quarantine(self, name: str) -> None:
+        """Take an object away from its name and keep it, under `kept_name`, for a person to look at.
+
+        Nothing happens if it is not there. Files go to ROOT/.quarantine, which no listing shows; objects of an object
+        store to `quarantine/` below the store's root, which listing that root shows. Nobody empties either.
+        """
+
+    @abc.abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[Entry]:
         """All objects below a prefix of whole segments, in no order."""
+
+    @abc.abstractmethod
+    async def folders(self, prefix: str = "") -> builtins.list[str]:
+        """The names directly below a prefix of whole segments that have objects below them, sorted.
+
+        Whole names, from the root: `folders("v1")` has "v1/MODEL". Of files an empty folder (its objects are deleted)
+        may be in or not.
+        """
 
     @abc.abstractmethod
     async def close(self, timeout_s: float) -> bool:
@@ -134,6 +157,11 @@ def is_name(name: str) -> bool:
 def check_prefix(prefix: str) -> str:
     """A name, or nothing."""
     return check_name(prefix) if prefix else prefix
+
+
+def kept_name(name: str) -> str:
+    """One segment under which an object is kept in quarantine; another each time, so nothing takes another's place."""
+    return f"{secrets.token_hex(8)}-{name.rpartition('/')[2]}"[:MAX_SEGMENT_CHARS]
 
 
 def byte_views(buffers: Sequence[Any], writable: bool = False) -> list[memoryview]:

@@ -2,6 +2,7 @@
 
     ROOT/                    ours, 0700
         .tmp/                files that are being written, each locked (flock) by its writer
+        .quarantine/         objects that were found to be broken, one beside the other; made when there is one
         v1/MODEL/.../NAME    objects, 0600; complete from the moment they have a name
 
     A put
@@ -35,12 +36,20 @@ import mmap
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Sequence
 
-from lmcache_qserver.tier.chunk_store import MAX_NAME_CHARS, Entry, PutOutcome, is_name
+from lmcache_qserver.tier.chunk_store import (
+    MAX_NAME_CHARS,
+    Entry,
+    PutOutcome,
+    is_name,
+    kept_name,
+)
 from lmcache_qserver.tier.errors import Corrupt, Full, NotThere, Refused, TierError, Unavailable
 
 TMP = ".tmp"
+QUARANTINE = ".quarantine"
 ATTEMPTS = 3
 """Puts of one object before giving up; each time something has taken its file or folder away."""
 ALIGNMENT = 4096
@@ -51,6 +60,7 @@ RENAME_NOREPLACE = 1
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """Non-blocking for the sake of what is no file: opening a pipe would wait for its writer."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _REFUSED = (
     errno.EACCES,
@@ -119,6 +129,8 @@ class Disk:
             if found.st_size < offset + wanted or (to_end and found.st_size != offset + wanted):
                 raise Corrupt(f"{name} has {found.st_size} bytes instead of {offset + wanted}")
             _read_all(fd, targets, offset, name)
+            if not offset:
+                _mark_used(fd, found)
 
     def head(self, name: str) -> Entry | None:
         """See `ChunkStore.head`."""
@@ -127,7 +139,7 @@ class Disk:
                 found = os.stat(name, dir_fd=self._root, follow_symlinks=False)
             except FileNotFoundError:
                 return None
-            return Entry(name, found.st_size, found.st_mtime)
+            return _entry(name, found)
 
     def delete(self, names: Sequence[str]) -> None:
         """See `ChunkStore.delete`; names that are gone stay gone after a power cut."""
@@ -139,6 +151,21 @@ class Disk:
         for folder in folders:
             with _told(folder), contextlib.suppress(FileNotFoundError):
                 self._sync(folder)
+
+    def quarantine(self, name: str) -> None:
+        """See `ChunkStore.quarantine`. Not synced: after a power cut it may be back, and is found broken again."""
+        with _told(name), contextlib.suppress(FileNotFoundError):
+            if not self._exists(name):
+                return
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(QUARANTINE, 0o700, dir_fd=self._root)
+            with self._opened(QUARANTINE, _FOLDER) as kept:
+                os.rename(name, kept_name(name), src_dir_fd=self._root, dst_dir_fd=kept)
+
+    def folders(self, prefix: str) -> list[str]:
+        """See `ChunkStore.folders`."""
+        with _told(prefix):
+            return sorted(self._scan(prefix)[0])
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """All objects below a folder, and nothing else that lies there; in memory are one folder's at a time."""
@@ -168,7 +195,7 @@ class Disk:
         os.fsync(self._root)
 
     def _sweep(self) -> None:
-        with self._opened(TMP, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
+        with self._opened(TMP, _FOLDER) as folder:
             for left in os.listdir(folder):
                 with contextlib.suppress(FileNotFoundError, BlockingIOError):
                     fd = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -271,7 +298,7 @@ class Disk:
         entries: list[Entry] = []
         try:
             with (
-                self._opened(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd,
+                self._opened(folder or ".", _FOLDER) as fd,
                 os.scandir(fd) as found,
             ):
                 for item in found:
@@ -282,8 +309,7 @@ class Disk:
                         if item.is_dir(follow_symlinks=False):
                             folders.append(name)
                         elif item.is_file(follow_symlinks=False):
-                            status = item.stat(follow_symlinks=False)
-                            entries.append(Entry(name, status.st_size, status.st_mtime))
+                            entries.append(_entry(name, item.stat(follow_symlinks=False)))
         except (FileNotFoundError, NotADirectoryError):
             pass
         return folders, entries
@@ -382,6 +408,16 @@ def _read_all(fd: int, targets: Sequence[memoryview], offset: int, name: str) ->
             raise Corrupt(f"{name} has become shorter while it was read")
         offset += done
         left = _behind(left, done)
+
+
+def _entry(name: str, found: os.stat_result) -> Entry:
+    return Entry(name, found.st_size, found.st_mtime, used=max(found.st_mtime, found.st_atime))
+
+
+def _mark_used(fd: int, found: os.stat_result) -> None:
+    """The kernel would not on a noatime mount, and once a day on most others. Where nobody may, nobody knows."""
+    with contextlib.suppress(OSError):
+        os.utime(fd, ns=(time.time_ns(), found.st_mtime_ns))
 
 
 def rename_new(folder: int, old: str, new: str) -> None:

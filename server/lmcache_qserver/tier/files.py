@@ -6,6 +6,7 @@ answered.
 
 from __future__ import annotations
 
+import builtins
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -78,6 +79,14 @@ class FileStore(ChunkStore):
             await self._threads.submit(
                 partial(self._disk.delete, checked[first : first + DELETE_NAMES])
             )
+
+    async def quarantine(self, name: str) -> None:
+        """See `ChunkStore`."""
+        await self._threads.submit(partial(self._disk.quarantine, check_name(name)))
+
+    async def folders(self, prefix: str = "") -> builtins.list[str]:
+        """See `ChunkStore`."""
+        return await self._threads.submit(partial(self._disk.folders, check_prefix(prefix)))
 
     async def list(self, prefix: str = "") -> AsyncIterator[Entry]:
         """See `ChunkStore`."""

@@ -17,6 +17,7 @@ obstore's futures are not tasks: nothing but us could cancel them, and we shield
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import logging
 import os
@@ -49,6 +50,7 @@ from lmcache_qserver.tier.chunk_store import (
     check_name,
     check_prefix,
     is_name,
+    kept_name,
 )
 from lmcache_qserver.tier.errors import Corrupt, Full, NotThere, Refused, TierError, Unavailable
 from lmcache_qserver.tier.threads import Threads
@@ -63,6 +65,7 @@ COPY_THREADS = 2
 MAX_RETRIES = 2
 CONNECT_TIMEOUT_S = 5.0
 PAGE_ENTRIES = 1000
+QUARANTINE = "quarantine"
 FIRST_RELEASE_PAUSE_S = 0.001
 LONGEST_RELEASE_PAUSE_S = 1.0
 
@@ -162,6 +165,19 @@ class ObjectStore(ChunkStore):
         for first in range(0, len(checked), PAGE_ENTRIES):
             with contextlib.suppress(NotThere), _told(checked[first]):
                 await obstore.delete_async(self._store, checked[first : first + PAGE_ENTRIES])
+
+    async def quarantine(self, name: str) -> None:
+        """See `ChunkStore`."""
+        kept = f"{QUARANTINE}/{kept_name(check_name(name))}"
+        with contextlib.suppress(NotThere), _told(name):
+            # A copy and then a delete: who fails between them leaves both, and the next try makes another copy.
+            await obstore.rename_async(self._store, name, kept)
+
+    async def folders(self, prefix: str = "") -> builtins.list[str]:
+        """See `ChunkStore`."""
+        with _told(check_prefix(prefix) or self.url):
+            found = await obstore.list_with_delimiter_async(self._store, prefix or None)
+        return sorted(filter(is_name, found["common_prefixes"]))
 
     async def list(self, prefix: str = "") -> AsyncIterator[Entry]:
         """See `ChunkStore`."""
@@ -336,7 +352,8 @@ def _build(url: str, timeout_s: float) -> Any:
 
 
 def _entry(meta: Any) -> Entry:
-    return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+    modified = meta["last_modified"].timestamp()
+    return Entry(meta["path"], meta["size"], modified, used=modified)
 
 
 def _scatter(received: Any, targets: Sequence[memoryview], place: int) -> None:

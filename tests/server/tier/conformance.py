@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +17,9 @@ from lmcache_qserver.tier.errors import TierError, Unavailable
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [1, 4 * KIB - 1, 4 * KIB, 4 * KIB + 1, 16 * MIB, 64 * MIB]
 DEADLINE_S = 60.0
+FDS = "/proc/self/fd"
+SPARE_FDS = 8
+"""What connections and threads may open of their own accord."""
 NAME = "v1/model=2Fa/nosalt/ab/abcd.safetensors"
 
 ODD_NAMES = [
@@ -95,6 +100,12 @@ class StoreConformance:
 
     async def open_second(self) -> ChunkStore:
         return await self.open()
+
+    async def kept(self, store: ChunkStore) -> list[bytes]:
+        """What lies in quarantine: of an object store, below a prefix of its own."""
+        return [
+            await get(store, entry.name, entry.nbytes) async for entry in store.list("quarantine")
+        ]
 
     @pytest.fixture
     async def store(self) -> AsyncIterator[ChunkStore]:
@@ -312,9 +323,13 @@ class StoreConformance:
             await store.head(name)
         with pytest.raises(ValueError, match="no name"):
             await store.delete(["a", name])
+        with pytest.raises(ValueError, match="no name"):
+            await store.quarantine(name)
         if name:
             with pytest.raises(ValueError, match="no name"):
                 await names(store, name)
+            with pytest.raises(ValueError, match="no name"):
+                await store.folders(name)
 
     async def test_no_bytes_are_no_object(self, store: ChunkStore) -> None:
         for parts in ([], [memoryview(b"")], [memoryview(b""), memoryview(b"")]):
@@ -346,12 +361,73 @@ class StoreConformance:
         assert isinstance(entry, Entry)
         assert abs(listed[0].modified - entry.modified) < 60
 
-    async def test_a_list_can_be_left(self, store: ChunkStore) -> None:
-        for index in range(3):
-            await put(store, f"v1/{index}", b"x")
-        listing = store.list()
-        assert (await anext(listing)).name.startswith("v1/")
-        await listing.aclose()  # type: ignore[attr-defined]  # it is a generator
+    async def test_a_list_can_be_left(
+        self, store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However often: the fixture sees that nothing is under way, we that nothing stays open."""
+        for adapter in ("files", "objects"):
+            monkeypatch.setattr(f"lmcache_qserver.tier.{adapter}.PAGE_ENTRIES", 2)
+        for index in range(9):
+            await put(store, f"v1/{index % 3}/{index}", b"x")
+        assert len(await names(store)) == 9
+        before = len(os.listdir(FDS))
+        for _ in range(4 * SPARE_FDS):
+            listing = store.list("v1")
+            assert (await anext(listing)).name.startswith("v1/")
+            await listing.aclose()  # type: ignore[attr-defined]  # it is a generator
+        assert len(os.listdir(FDS)) < before + SPARE_FDS
+
+    async def test_use_is_told_as_far_as_the_store_knows(self, store: ChunkStore) -> None:
+        began = time.time()
+        await put(store, NAME, b"xy")
+        await get(store, NAME, 2)
+        entry = await store.head(NAME)
+        assert entry is not None
+        assert began - 2 < entry.modified <= entry.used < time.time() + 2  # S3 counts seconds
+        assert [listed async for listed in store.list()] == [entry]
+
+    async def test_folders_are_one_level_of_names(
+        self, store: ChunkStore, second: ChunkStore
+    ) -> None:
+        for name in ("v1/m/a/1", "v1/m/a/2", "v1/m=23/b/1", "v1/m.x/1", "v1/l", "v2/m/a/1", "w"):
+            await put(store, name, b"x")
+        for each in (store, second):
+            assert await each.folders() == ["v1", "v2"]
+            assert await each.folders("v1") == ["v1/m", "v1/m.x", "v1/m=23"]
+            assert await each.folders("v1/m") == ["v1/m/a"]
+            for nothing in ("v1/m/a", "v1/m/a/1", "v1/l", "v", "v3", "v1/no/such"):
+                assert await each.folders(nothing) == []
+
+    async def test_what_is_in_quarantine_has_left_its_name(
+        self, store: ChunkStore, second: ChunkStore
+    ) -> None:
+        other = NAME.replace("abcd", "abce")
+        await put(store, other, b"other")
+        for text in (b"broken", b"broken again"):
+            assert await put(store, NAME, text) is PutOutcome.WRITTEN
+            await second.quarantine(NAME)
+            assert await store.head(NAME) is None
+            with pytest.raises(NotThere):
+                await get(store, NAME, len(text))
+            assert await names(store, "v1") == {other}
+        assert await put(store, NAME, b"whole") is PutOutcome.WRITTEN
+        assert await get(store, NAME, 5) == b"whole"
+        assert await names(second, "v1") == {NAME, other}
+        assert await second.folders("v1") == ["v1/model=2Fa"]
+        assert sorted(await self.kept(store)) == [b"broken", b"broken again"]
+
+    async def test_quarantine_of_what_is_not_there_is_nothing(self, store: ChunkStore) -> None:
+        await put(store, "v1/a/b", b"x")
+        await store.quarantine("v1/a/c")
+        await store.quarantine("v2/a/b")
+        assert await names(store) == {"v1/a/b"}
+        assert await self.kept(store) == []
+
+    async def test_the_longest_name_can_be_put_aside(self, store: ChunkStore) -> None:
+        await put(store, f"v1/{'y' * 200}", b"x")
+        await store.quarantine(f"v1/{'y' * 200}")
+        assert await names(store, "v1") == set()
+        assert await self.kept(store) == [b"x"]
 
     async def test_close_waits_for_puts_and_then_refuses(
         self, store: ChunkStore, second: ChunkStore

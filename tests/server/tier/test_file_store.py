@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from lmcache_qserver.tier import (
     ChunkStore,
     Corrupt,
+    Entry,
     Full,
     NotThere,
     PutOutcome,
@@ -29,7 +31,7 @@ from lmcache_qserver.tier import (
     disk,
     open_store,
 )
-from lmcache_qserver.tier.disk import TMP, Disk
+from lmcache_qserver.tier.disk import QUARANTINE, TMP, Disk
 from tests.server.tier.conformance import (
     DEADLINE_S,
     KIB,
@@ -59,6 +61,10 @@ class TestFileStore(StoreConformance):
 
     async def open(self) -> ChunkStore:
         return await opened(self.folder)
+
+    async def kept(self, store: ChunkStore) -> list[bytes]:
+        found = self.folder / QUARANTINE
+        return [path.read_bytes() for path in found.iterdir()] if found.exists() else []
 
 
 class TestDirectFileStore(TestFileStore):
@@ -215,6 +221,62 @@ async def test_sigkill_loses_nothing_that_was_acknowledged(folder: Path) -> None
     await store.close(DEADLINE_S)
 
 
+# --- use and quarantine ---
+
+
+@needs_root
+@pytest.mark.parametrize("small_disk", ["noatime"], indirect=True)
+async def test_reading_from_the_beginning_is_use_whatever_the_mount_thinks(
+    small_disk: Path,
+) -> None:
+    store = await opened(small_disk)
+    await put(store, NAME, b"xyz")
+    os.utime(small_disk / NAME, (1e9, 1e9))
+    target = [memoryview(bytearray(1))]
+    await store.get_into(NAME, target, 1, to_end=False)
+    assert await store.head(NAME) == Entry(NAME, 3, 1e9, used=1e9)
+    began = time.time()
+    await store.get_into(NAME, target, to_end=False)
+    entry = await store.head(NAME)
+    assert entry is not None
+    assert entry.modified == 1e9
+    assert began - 1 < entry.used < time.time() + 1
+    assert [listed async for listed in store.list()] == [entry]
+    await store.close(DEADLINE_S)
+
+
+async def test_who_may_not_mark_a_use_can_read_all_the_same(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise PermissionError(errno.EPERM, "")
+
+    await put(store, NAME, b"x")
+    monkeypatch.setattr(os, "utime", refuse)
+    assert await get(store, NAME, 1) == b"x"
+
+
+async def test_quarantine_is_ours_alone_and_nobody_elses_place(
+    store: ChunkStore, folder: Path, tmp_path: Path
+) -> None:
+    await put(store, NAME, b"x")
+    await put(store, "v1/x/y", b"x")
+    await store.quarantine(NAME)
+    assert stat.S_IMODE((folder / QUARANTINE).stat().st_mode) == 0o700
+    (kept,) = (folder / QUARANTINE).iterdir()
+    assert kept.name.endswith(Path(NAME).name)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert await store.folders() == ["v1"]
+    assert await names(store) == {"v1/x/y"}
+    with pytest.raises(Refused, match="not a file"):
+        await store.quarantine("v1/x")
+    shutil.rmtree(folder / QUARANTINE)
+    (folder / QUARANTINE).symlink_to(tmp_path)
+    with pytest.raises(Refused):
+        await store.quarantine("v1/x/y")
+    assert await names(store) == {"v1/x/y"}
+
+
 # --- the order of a put, on which surviving a power cut hangs ---
 
 
@@ -288,12 +350,13 @@ async def test_writes_that_come_back_short_go_on(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """1 MiB, and some folders."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """1 MiB, and some folders; a parameter is one more option of the mount."""
+    option = getattr(request, "param", "rw")
     place = tmp_path / "disk"
     place.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1280k,mode=0700", "none", str(place)],
+        ["mount", "-t", "tmpfs", "-o", f"size=1280k,mode=0700,{option}", "none", str(place)],
         capture_output=True,
         check=False,
     )
@@ -401,6 +464,8 @@ async def test_a_disk_that_becomes_read_only_refuses_puts_and_can_be_read(
     assert await get(store, NAME, 1) == b"x"
     with pytest.raises(Refused):
         await store.delete([NAME])
+    with pytest.raises(Refused):
+        await store.quarantine(NAME)
     await store.close(DEADLINE_S)
 
 
