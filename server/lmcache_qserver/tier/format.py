@@ -262,6 +262,55 @@ def read_header(head: memoryview) -> Header:
     return header
 
 
+class Proof:
+    """The proof of an object that comes piece by piece, so that it need not lie in memory as a whole.
+
+    Attributes:
+        header: what the object says; proven only when `finish` has returned.
+
+    Args:
+        head: exactly the header's bytes.
+
+    Raises:
+        Corrupt: it is not a header that `encode` makes.
+    """
+
+    def __init__(self, head: memoryview) -> None:
+        self.header = read_header(head)
+        raw = bytes(head)
+        self._digits = raw[_DIGITS]
+        self._state = xxhash.xxh3_64(_blanked(raw))
+        self._nbytes = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes behind the header, contiguous; the GIL is free meanwhile.
+
+        Raises:
+            Corrupt: there are more than the header says.
+        """
+        self._nbytes += data.nbytes
+        if self._nbytes > self.header.data_bytes:
+            raise self._wrong_length()
+        self._state.update(data)
+
+    def finish(self) -> Header:
+        """The header of an object that is whole and unchanged.
+
+        Raises:
+            Corrupt: it is not.
+        """
+        if self._nbytes != self.header.data_bytes:
+            raise self._wrong_length()
+        if self._state.hexdigest().encode() != self._digits:
+            raise Corrupt("the object's bytes have changed since they were written")
+        return self.header
+
+    def _wrong_length(self) -> Corrupt:
+        return Corrupt(
+            f"the object has {self._nbytes} bytes of data instead of {self.header.data_bytes}"
+        )
+
+
 def decode(head: memoryview, data: memoryview, key: ObjectKey | None = None) -> Header:
     """The header of an object that is proven to be whole, unchanged and, if one is given, the key's.
 
@@ -272,12 +321,9 @@ def decode(head: memoryview, data: memoryview, key: ObjectKey | None = None) -> 
     Raises:
         Corrupt: it is not; the message says what was found first.
     """
-    header = read_header(head)
-    if data.nbytes != header.data_bytes:
-        raise Corrupt(f"the object has {data.nbytes} bytes of data instead of {header.data_bytes}")
-    raw = bytes(head)
-    if _checksum(_blanked(raw), data) != raw[_DIGITS]:
-        raise Corrupt("the object's bytes have changed since they were written")
+    proof = Proof(head)
+    proof.update(data)
+    header = proof.finish()
     if key is not None and (
         header.key_digest != key.digest() or header.address != address_of(key, header.parent)
     ):
