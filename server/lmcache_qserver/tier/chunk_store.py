@@ -42,6 +42,8 @@ MAX_NAME_CHARS = 900
 """S3 allows 1024 bytes, the store's own prefix included."""
 MAX_SEGMENT_CHARS = 200
 """File systems allow 255."""
+QUARANTINE = "quarantine"
+"""Where an object store keeps what was put aside; no name of an object begins so."""
 _NAME = re.compile(
     rf"(?:[A-Za-z0-9_=~-][A-Za-z0-9._=~-]{{0,{MAX_SEGMENT_CHARS - 1}}}(?:/(?!$)|$))+"
 )
@@ -120,6 +122,10 @@ class ChunkStore(abc.ABC):
         Nothing happens if it is not there. Files go to ROOT/.quarantine, which no listing shows; objects of an object
         store to `quarantine/` below the store's root, which listing that root shows. Nobody empties either.
         """
+
+    @abc.abstractmethod
+    async def quarantined(self) -> tuple[int, int]:
+        """(objects, bytes) in quarantine."""
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[Entry]:

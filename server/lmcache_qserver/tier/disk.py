@@ -80,21 +80,25 @@ class Disk:
     Args:
         root: absolute path. It is made if only its last part is missing.
         direct: write with O_DIRECT, where the file system has it.
+        read_only: nothing is made, swept, tried or marked as used, and the folder may be another user's. Whoever
+            opens it so does not write.
 
     Raises:
         Refused, Unavailable: it can't be used; says why.
     """
 
-    def __init__(self, root: str, direct: bool = False) -> None:
+    def __init__(self, root: str, direct: bool = False, read_only: bool = False) -> None:
         self.root = root
+        self._read_only = read_only
         self._direct = os.O_DIRECT if direct else 0
         self._synced: set[str] = (
             set()
         )  # folders whose names are on the disk; threads only add and discard
         with _told(root):
-            self._root = _open_root(root)
+            self._root = _open_root(root, read_only)
             try:
-                self._prepare()
+                if not read_only:
+                    self._prepare()
             except BaseException:
                 os.close(self._root)
                 raise
@@ -122,14 +126,14 @@ class Disk:
     def get_into(self, name: str, targets: Sequence[memoryview], offset: int, to_end: bool) -> None:
         """See `ChunkStore.get_into`."""
         wanted = sum(target.nbytes for target in targets)
-        with _told(name, missing=NotThere), self._opened(name, _READ) as fd:
+        with _told(name, missing=NotThere), self._opened_to_read(name) as fd:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise Refused(f"{name} is not a file")
             if found.st_size < offset + wanted or (to_end and found.st_size != offset + wanted):
                 raise Corrupt(f"{name} has {found.st_size} bytes instead of {offset + wanted}")
             _read_all(fd, targets, offset, name)
-            if not offset:
+            if not offset and not self._read_only:
                 _mark_used(fd, found)
 
     def head(self, name: str) -> Entry | None:
@@ -161,6 +165,21 @@ class Disk:
                 os.mkdir(QUARANTINE, 0o700, dir_fd=self._root)
             with self._opened(QUARANTINE, _FOLDER) as kept:
                 os.rename(name, kept_name(name), src_dir_fd=self._root, dst_dir_fd=kept)
+
+    def quarantined(self) -> tuple[int, int]:
+        """See `ChunkStore.quarantined`."""
+        count = nbytes = 0
+        with (
+            _told(QUARANTINE),
+            contextlib.suppress(FileNotFoundError),
+            self._opened(QUARANTINE, _FOLDER) as fd,
+            os.scandir(fd) as found,
+        ):
+            for item in found:
+                with contextlib.suppress(FileNotFoundError):
+                    nbytes += item.stat(follow_symlinks=False).st_size
+                    count += 1
+        return count, nbytes
 
     def folders(self, prefix: str) -> list[str]:
         """See `ChunkStore.folders`."""
@@ -292,6 +311,16 @@ class Disk:
         finally:
             os.close(fd)
 
+    @contextlib.contextmanager
+    def _opened_to_read(self, name: str) -> Iterator[int]:
+        """Who only looks leaves the time of last use alone, which the kernel sets as well; only the owner may ask."""
+        with contextlib.ExitStack() as stack:
+            fd = -1
+            if self._read_only:
+                with contextlib.suppress(PermissionError):
+                    fd = stack.enter_context(self._opened(name, _READ | os.O_NOATIME))
+            yield fd if fd >= 0 else stack.enter_context(self._opened(name, _READ))
+
     def _scan(self, folder: str) -> tuple[list[str], list[Entry]]:
         """Folders and objects in a folder; nothing for one that is not there."""
         folders: list[str] = []
@@ -315,12 +344,13 @@ class Disk:
         return folders, entries
 
 
-def _open_root(root: str) -> int:
+def _open_root(root: str, read_only: bool) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         return os.open(root, flags)
     except FileNotFoundError:
-        pass
+        if read_only:
+            raise Refused(f"{root} does not exist") from None
     try:
         os.mkdir(root, 0o700)
     except FileNotFoundError:

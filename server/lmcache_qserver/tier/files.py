@@ -40,16 +40,25 @@ class FileStore(ChunkStore):
 
     @classmethod
     async def open(
-        cls, path: str, *, timeout_s: float, direct: bool = False, threads: int = THREADS
+        cls,
+        path: str,
+        *,
+        timeout_s: float,
+        direct: bool = False,
+        threads: int = THREADS,
+        read_only: bool = False,
     ) -> FileStore:
         """Open the folder, and sweep what dead writers left.
+
+        Args:
+            read_only: touch nothing, see `Disk`.
 
         Raises:
             TierError: it can't be used; says why.
         """
         crew = Threads("l2-files", threads, timeout_s)
         try:
-            disk = await crew.submit(partial(Disk, path, direct))
+            disk = await crew.submit(partial(Disk, path, direct, read_only))
         except BaseException:
             await crew.close(0.0)
             raise
@@ -83,6 +92,10 @@ class FileStore(ChunkStore):
     async def quarantine(self, name: str) -> None:
         """See `ChunkStore`."""
         await self._threads.submit(partial(self._disk.quarantine, check_name(name)))
+
+    async def quarantined(self) -> tuple[int, int]:
+        """See `ChunkStore`."""
+        return await self._threads.submit(self._disk.quarantined)
 
     async def folders(self, prefix: str = "") -> builtins.list[str]:
         """See `ChunkStore`."""

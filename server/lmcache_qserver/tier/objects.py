@@ -43,6 +43,7 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from lmcache_qserver.tier.chunk_store import (
+    QUARANTINE,
     ChunkStore,
     Entry,
     PutOutcome,
@@ -65,7 +66,6 @@ COPY_THREADS = 2
 MAX_RETRIES = 2
 CONNECT_TIMEOUT_S = 5.0
 PAGE_ENTRIES = 1000
-QUARANTINE = "quarantine"
 FIRST_RELEASE_PAUSE_S = 0.001
 LONGEST_RELEASE_PAUSE_S = 1.0
 
@@ -172,6 +172,11 @@ class ObjectStore(ChunkStore):
         with contextlib.suppress(NotThere), _told(name):
             # A copy and then a delete: who fails between them leaves both, and the next try makes another copy.
             await obstore.rename_async(self._store, name, kept)
+
+    async def quarantined(self) -> tuple[int, int]:
+        """See `ChunkStore`."""
+        sizes = [entry.nbytes async for entry in self.list(QUARANTINE)]
+        return len(sizes), sum(sizes)
 
     async def folders(self, prefix: str = "") -> builtins.list[str]:
         """See `ChunkStore`."""

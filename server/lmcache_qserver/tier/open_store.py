@@ -6,6 +6,7 @@ import urllib.parse
 
 from lmcache_qserver.tier.chunk_store import ChunkStore
 from lmcache_qserver.tier.errors import Refused
+from lmcache_qserver.tier.read_only import ReadOnlyStore
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
 INSTALL = "pip install 'lmcache-qserver[l2]'"
@@ -13,7 +14,11 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 async def open_store(
-    url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, direct: bool = False
+    url: str,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    direct: bool = False,
+    read_only: bool = False,
 ) -> ChunkStore:
     """Open a store and see that it answers.
 
@@ -22,11 +27,18 @@ async def open_store(
             from the environment in the provider's usual names (AWS_*, GOOGLE_*, AZURE_*), never from the URL.
         timeout_s: longest time until an operation is answered.
         direct: files only: write around the page cache (a third of the processor time, colder reads).
+        read_only: touch nothing: no folder is made or swept, no reading marks an object as used, and what would change
+            the store is Refused. It may belong to another user.
 
     Raises:
         TierError: the store can't be used; says why.
         ValueError: not such a URL.
     """
+    store = await _open(url, timeout_s, direct, read_only)
+    return ReadOnlyStore(store) if read_only else store
+
+
+async def _open(url: str, timeout_s: float, direct: bool, read_only: bool) -> ChunkStore:
     parts = urllib.parse.urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError("a store's URL has no credentials, no ? and no #: use the environment")
@@ -36,7 +48,7 @@ async def open_store(
             raise ValueError(f"{url!r} is not of the form file:///PATH")
         from lmcache_qserver.tier.files import FileStore
 
-        return await FileStore.open(path, timeout_s=timeout_s, direct=direct)
+        return await FileStore.open(path, timeout_s=timeout_s, direct=direct, read_only=read_only)
     if parts.scheme not in OBJECT_SCHEMES:
         raise ValueError(f"{url!r}: a store is file, {', '.join(OBJECT_SCHEMES)}, with ://")
     if direct:

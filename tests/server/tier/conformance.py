@@ -415,6 +415,7 @@ class StoreConformance:
         assert await names(second, "v1") == {NAME, other}
         assert await second.folders("v1") == ["v1/model=2Fa"]
         assert sorted(await self.kept(store)) == [b"broken", b"broken again"]
+        assert await second.quarantined() == (2, len(b"brokenbroken again"))
 
     async def test_quarantine_of_what_is_not_there_is_nothing(self, store: ChunkStore) -> None:
         await put(store, "v1/a/b", b"x")
@@ -422,6 +423,7 @@ class StoreConformance:
         await store.quarantine("v2/a/b")
         assert await names(store) == {"v1/a/b"}
         assert await self.kept(store) == []
+        assert await store.quarantined() == (0, 0)
 
     async def test_the_longest_name_can_be_put_aside(self, store: ChunkStore) -> None:
         await put(store, f"v1/{'y' * 200}", b"x")
