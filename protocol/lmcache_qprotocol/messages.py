@@ -364,11 +364,14 @@ class ChunkQuery(msgspec.Struct, frozen=True, kw_only=True):
         chunk_hashes: whole chunks by hash, in order; their places are 0, 1, ...
         partials: chunks by their tokens, places ascending. One whose place is among
             `chunk_hashes` counts when that chunk is not there whole.
+        parent_hash: the hash before the first of `chunk_hashes`; by it the persistent tier finds that chunk. None: the
+            plain beginning of a sequence.
     """
 
     family: KeyFamily
     chunk_hashes: Hashes = ()
     partials: Annotated[tuple[PartialChunk, ...], Meta(max_length=MAX_PARTIALS)] = ()
+    parent_hash: Hash | None = None
 
     def __post_init__(self) -> None:
         places = [partial.index for partial in self.partials]
@@ -420,6 +423,7 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
         checksum: XXH3-64 of the `nbytes` bytes, most significant byte first. None: not made yet.
         nonfinite: how many of its rows (of one token in one layer) hold NaN or Inf. None: not
             looked at yet.
+        persisted: whether it lies in the persistent tier, too, where it survives the server.
     """
 
     index: Count
@@ -432,6 +436,36 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     valid: tuple[Count, Count] | None = None
     checksum: Checksum | None = None
     nonfinite: Count | None = None
+    persisted: bool = False
+
+
+class FlushReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Result of `flush_q`.
+
+    Attributes:
+        persisted: everything that was stored before is in the persistent tier.
+        waiting: objects that are not yet.
+        message: why not; empty if they are.
+    """
+
+    persisted: bool
+    waiting: Count
+    message: str = ""
+
+
+class PurgeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Result of `purge_q`.
+
+    Attributes:
+        dropped: objects that left host memory; readers' leases keep their bytes until they end.
+        deleted, deleted_bytes: objects of the persistent tier, and their bytes with headers.
+        message: what could not be deleted there, and why; empty if nothing is left.
+    """
+
+    dropped: Count
+    deleted: Count
+    deleted_bytes: Count
+    message: str = ""
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,11 +16,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from lmcache_qprotocol.keys import ModelName, Salt
 from lmcache_qprotocol.limits import MAX_CHUNKS, MAX_GROUPS
 from lmcache_qprotocol.messages import (
     BlockId,
     ChunkQuery,
     Count,
+    FlushReply,
     GroupInfos,
     Hello,
     HelloReply,
@@ -30,6 +32,7 @@ from lmcache_qprotocol.messages import (
     LookupReply,
     Name,
     OpaqueMap,
+    PurgeReply,
     RangeKey,
     RetrieveReply,
     RingDescription,
@@ -228,6 +231,20 @@ VERIFY_Q = Operation(
     VerifyReply,
     "Hashes everything that is stored, and drops what differs from its checksum.",
 )
+FLUSH_Q = Operation(
+    "flush_q",
+    None,
+    (Count,),
+    FlushReply,
+    "Waits, so many milliseconds at most, until everything stored is in the persistent tier, too.",
+)
+PURGE_Q = Operation(
+    "purge_q",
+    None,
+    (ModelName, Salt | None),
+    PurgeReply,
+    "Deletes what is stored of a model (with or without a feature's suffix), or of one salt of it, in every tier.",
+)
 
 OPERATIONS: tuple[Operation, ...] = (
     HELLO,
@@ -247,6 +264,8 @@ OPERATIONS: tuple[Operation, ...] = (
     RELEASE_Q,
     IDENTITIES_Q,
     VERIFY_Q,
+    FLUSH_Q,
+    PURGE_Q,
 )
 
 BY_NAME: dict[str, Operation] = {operation.name: operation for operation in OPERATIONS}

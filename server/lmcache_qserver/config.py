@@ -14,6 +14,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmcache_qserver.tier.default_url import default_l2_url
+from lmcache_qserver.tier.url import check_url
+
 ENV_PREFIX = "LMCACHE_QSERVER_"
 KIB = 1 << 10
 MIB = 1 << 20
@@ -115,6 +118,26 @@ class Config:
     chunk_size: int = option(
         256, int, "tokens", "Tokens per chunk; workers and SDKs take it from here."
     )
+    l2: str = option(
+        "",
+        str,
+        "url",
+        "Where stored chunks persist: file:///PATH, s3://BUCKET/PREFIX, gs://..., az://..., memory://, or none; empty: "
+        "file:// l2 in $STATE_DIRECTORY, else $XDG_STATE_HOME/lmcache-qserver, else ~/.local/state/lmcache-qserver.",
+    )
+    l2_max_bytes: int = option(
+        32 * GIB,
+        parse_size,
+        "bytes",
+        "What a persistent tier of files may hold; beyond, what was unused longest goes. 0: no limit. Buckets have "
+        "lifecycle rules.",
+    )
+    l2_timeout_s: float = option(
+        30.0, float, "seconds", "Longest time until the persistent tier has answered a request."
+    )
+    ttl_s: float = option(
+        0.0, float, "seconds", "Age at which a stored chunk goes, in memory and on disk; 0: never."
+    )
     eviction: str = option(
         "lru",
         str,
@@ -205,9 +228,10 @@ class Config:
         _check_range("chunk_size", self.chunk_size, 1, 1 << 20)
         _check_range("copy_threads", self.copy_threads, 1, 64)
         _check_range("max_message_bytes", self.max_message_bytes, 64 * KIB, GIB)
-        for name in ("reap_timeout_s", "registration_grace_s", "drain_timeout_s"):
+        _check_range("l2_max_bytes", self.l2_max_bytes, 0, 1 << 60)
+        for name in ("reap_timeout_s", "registration_grace_s", "drain_timeout_s", "ttl_s"):
             _check_range(name, getattr(self, name), 0.0, 1e9)
-        for name in ("copy_timeout_s", "lease_timeout_s", "upload_timeout_s"):
+        for name in ("copy_timeout_s", "lease_timeout_s", "upload_timeout_s", "l2_timeout_s"):
             _check_range(name, getattr(self, name), 0.001, 1e9)
         if self.allow_uid and min(self.allow_uid) < 0:
             raise ConfigError("allow_uid: user ids are not negative")
@@ -217,6 +241,7 @@ class Config:
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         self._check_url()
+        self._check_l2()
 
     def _check_url(self) -> None:
         if self.url.startswith("ipc://"):
@@ -231,6 +256,19 @@ class Config:
                 f"url: {self.url} is reachable from other hosts, and keys (CURVE) are not there yet: anybody there "
                 "could read and write. Use 127.0.0.1, or say --allow-insecure-tcp if the network itself is closed"
             )
+
+    def _check_l2(self) -> None:
+        if self.l2 in ("", "none"):
+            return
+        try:
+            check_url(self.l2)
+        except ValueError as error:
+            raise ConfigError(f"l2: {error}") from None
+
+    @property
+    def l2_url(self) -> str:
+        """Where chunks persist; empty for nowhere."""
+        return "" if self.l2 == "none" else self.l2 or default_l2_url()
 
     @property
     def device_kind(self) -> str:

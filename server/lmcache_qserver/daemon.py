@@ -41,6 +41,8 @@ from lmcache_qserver.log_fields import told
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.qstore.persist.persistence import PersistSettings
+from lmcache_qserver.tier.opening import TierOpening, prepare_url
 from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Clients, Session
 from lmcache_qserver.wire.counts import WireCounts
@@ -60,6 +62,8 @@ BULK_OUTSTANDING_BYTES = 4 * MAX_BULK_BYTES
 """Of one client."""
 BULK_HEADER_BYTES = 4096
 """More than all frames of a message beside its bulk frame have."""
+OPEN_TIER_S = 5.0
+"""How long the start waits for the persistent tier."""
 CLOSE_S = 5.0
 """How long closing waits for lanes when all stores have ended."""
 CUT_SHORT_CLOSE_S = 0.2
@@ -119,8 +123,10 @@ class Daemon:
             lease_timeout_s=config.lease_timeout_s,
             inline_checksums=config.checksum == "inline",
             upload_timeout_s=config.upload_timeout_s,
+            persist=_persist_settings(config),
             clock=clock,
         )
+        self._opening = TierOpening(config.l2_timeout_s, clock)
         self._counts = WireCounts()
         self._clients = Clients(self._client_gone, registered_idle_s=config.registration_grace_s)
         self._state = ServerState(
@@ -174,6 +180,7 @@ class Daemon:
             await self._bind()
             self._lag.start()
             populating = asyncio.create_task(self._populate())
+            await self._open_tier()
             self._every(LEASE_SCAN_S, self._expire_leases)
             self._every(UPLOAD_SCAN_S, self._expire_uploads)
             self._every(CLIENT_SCAN_S, self._expire_clients)
@@ -248,6 +255,20 @@ class Daemon:
         with _start_error("the lifeline can't be opened"):
             self._lifeline.open(path)
         self._state.lifeline = str(path)
+
+    async def _open_tier(self) -> None:
+        """Open the persistent tier; the daemon serves without one that does not answer, and goes on trying."""
+        persistence = self._module.persistence
+        if persistence is None:
+            return
+        with _start_error("the persistent tier can't be opened (--l2)"):
+            url = prepare_url(self._config.l2)
+        opening = asyncio.ensure_future(self._opening.open(url, persistence.attach))
+        self._tasks.add(opening)
+        opening.add_done_callback(self._tasks.discard)
+        await asyncio.wait({opening}, timeout=OPEN_TIER_S)
+        if opening.done() and (error := opening.exception()) is not None:
+            raise StartError(f"the persistent tier {url} can't be opened (--l2): {error}")
 
     async def _populate(self) -> None:
         with _start_error(
@@ -336,7 +357,9 @@ class Daemon:
         ended = asyncio.create_task(self._end_work())
         again = asyncio.create_task(self._stop_now.wait())
         timeout_s = self._config.drain_timeout_s
-        await asyncio.wait({ended, again}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {ended, again}, timeout=timeout_s + 1.0, return_when=asyncio.FIRST_COMPLETED
+        )
         self._drained = ended.done() and ended.result()
         if not self._drained:
             log.warning("stopping before all stores have ended")
@@ -369,6 +392,17 @@ class Daemon:
         self._crew.close()
         self._populating.stop()
         self._memory.close()
+
+
+def _persist_settings(config: Config) -> PersistSettings | None:
+    if config.l2 == "none":
+        return None
+    return PersistSettings(
+        url=config.l2_url,
+        timeout_s=config.l2_timeout_s,
+        max_bytes=config.l2_max_bytes,
+        ttl_s=config.ttl_s,
+    )
 
 
 def _limits(config: Config) -> Limits:

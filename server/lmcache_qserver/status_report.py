@@ -96,9 +96,17 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     layout_id: Annotated[str, Meta(description="hex, as in the keys; empty from legacy clients")]
     layout: Annotated[dict[str, Any], Meta(description="`Layout` of PROTOCOL.md")]
     chunk_size: Annotated[int, Meta(description="tokens per chunk")]
-    chunks: Annotated[int, Meta(description="whole chunks")]
-    pieces: Annotated[int, Meta(description="pieces of chunks")]
+    chunks: Annotated[int, Meta(description="whole chunks in host memory")]
+    pieces: Annotated[int, Meta(description="pieces of chunks in host memory")]
     bytes: Annotated[int, Meta(description="bytes of both")]
+    persisted: Annotated[
+        int,
+        Meta(
+            description="objects that are known to lie in the persistent tier; of a bucket those that this server has "
+            "written or read"
+        ),
+    ] = 0
+    persisted_bytes: Annotated[int, Meta(description="their bytes, headers included")] = 0
 
 
 class TotalsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,6 +282,69 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     evicted_bytes: Annotated[int, Meta(description="their bytes")]
 
 
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The persistent tier. submitted = written + already_there + lost + waiting + writing, in objects."""
+
+    url: Annotated[str, Meta(description="where it is")]
+    state: Annotated[
+        str,
+        Meta(
+            description="opening; ready; or failing: it is tried again from time to time, and until then nothing is "
+            "written or read there"
+        ),
+    ]
+    submitted: Annotated[int, Meta(description="objects stored since the start")]
+    written: Annotated[int, Meta(description="of these, objects written")]
+    written_bytes: Annotated[int, Meta(description="their bytes, headers included")]
+    already_there: Annotated[int, Meta(description="of these, objects that were there before")]
+    waiting: Annotated[int, Meta(description="of these, objects that wait for their turn")]
+    waiting_bytes: Annotated[int, Meta(description="their bytes")]
+    writing: Annotated[int, Meta(description="of these, objects that are being written")]
+    pinned_bytes: Annotated[
+        int,
+        Meta(description="pool bytes, counted as leased, that wait to be written or are written"),
+    ]
+    lost: Annotated[
+        dict[str, int],
+        Meta(
+            description="of these, objects that left host memory before they were written, or can't be: `evicted`, "
+            "`expired`, `purged`, `corrupt` (their bytes had changed in memory), `failed` (see the log)"
+        ),
+    ]
+    errors: Annotated[
+        dict[str, int],
+        Meta(
+            description="attempts to write that failed: `unavailable`, `full`, `refused` (rights), `failed` (the log "
+            "says why)"
+        ),
+    ]
+    brought: Annotated[int, Meta(description="objects read back into host memory since the start")]
+    brought_bytes: Annotated[int, Meta(description="their bytes")]
+    fetching: Annotated[int, Meta(description="objects that are being read")]
+    absent: Annotated[
+        int, Meta(description="objects asked for since the start that are not there either")
+    ]
+    missed: Annotated[
+        dict[str, int],
+        Meta(
+            description="objects that are there, or may be, and could not be given: `corrupt`, `expired`, `pool_full`, "
+            "`unavailable` (these count questions)"
+        ),
+    ]
+    quarantined: Annotated[
+        int, Meta(description="corrupt objects put aside since the start; a person looks at them")
+    ]
+    objects: Annotated[
+        int, Meta(description="objects that are known to lie there, see `models[].persisted`")
+    ]
+    bytes: Annotated[int, Meta(description="their bytes, headers included")]
+    indexing: Annotated[
+        bool, Meta(description="it is still being looked through; reading does not wait for that")
+    ]
+    index_s: Annotated[float, Meta(description="seconds that this took")]
+    foreign: Annotated[int, Meta(description="files found there that are none of ours")]
+
+
 class LanesReport(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that hang."""
 
@@ -302,6 +373,9 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     pool: Annotated[PoolReport, Meta(description="host memory")]
     lanes: Annotated[LanesReport, Meta(description="copies that hang")]
     draining: Annotated[bool, Meta(description="no new stores and registrations are taken")]
+    l2: Annotated[TierReport | None, Meta(description="the persistent tier; null without one")] = (
+        None
+    )
 
 
 class StatusReport(StoreReport, frozen=True, kw_only=True):

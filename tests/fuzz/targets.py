@@ -234,7 +234,7 @@ def _store(description: RingDescription, nbytes: int, frames: Sequence[bytes]) -
     assert all(0 <= block < description.num_blocks for block in store.block_ids)
     first, end = store.rows
     assert 0 <= first < end <= CHUNK_SIZE
-    chunks = store.chunks(store.key.chunk_hashes or store.hashes_of_tokens())
+    chunks = store.chunks(store.told_chain or store.chain_of_tokens())
     assert len(chunks) == store.num_chunks == len(store.nonces)
     covered = description.block_size * len(store.block_ids)
     assert covered >= key.end - key.start

@@ -133,6 +133,7 @@ QUERY = m.ChunkQuery(
         ),
         m.PartialChunk(index=2, parent_hash=HASHES[1], tokens=(5,)),
     ),
+    parent_hash=b"\x33" * 32,
 )
 LOOKUP_REPLY = m.LookupReply(
     prefix=1,
@@ -153,6 +154,7 @@ STORED_CHUNK = m.StoredChunk(
     valid=(3, 17),
     checksum=bytes.fromhex("0123456789abcdef"),
     nonfinite=5,
+    persisted=True,
 )
 HINTS = {
     "kv_layout": msgspec.Raw(b"\xa3NHD"),
@@ -233,6 +235,9 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "fetch_q": (12, 1, 1 << 21, 4718592),
     "release_q": ((1, 12, 1 << 40),),
     "verify_q": (),
+    "flush_q": (5000,),
+    "purge_q": ("org/model", "tenant-a"),
+    "purge_q of all salts": ("org/model", None),
     "identities_q": (
         m.IdentityQuery(
             model_name=MODEL,
@@ -298,6 +303,8 @@ REPLIES: dict[str, Any] = {
     "fetch_q reply": memoryview(bytes(range(7))),
     "release_q reply": None,
     "verify_q reply": m.VerifyReply(verified=300, made=1, corrupt=0, nbytes=1 << 40),
+    "flush_q reply": m.FlushReply(persisted=False, waiting=3, message="not all"),
+    "purge_q reply": m.PurgeReply(dropped=2, deleted=300, deleted_bytes=1 << 40),
     "identities_q reply": m.IdentitiesReply(
         identities=(
             m.KnownIdentity(

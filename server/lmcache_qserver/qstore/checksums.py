@@ -178,7 +178,7 @@ class Checksums:
                 self.counts.verified += 1
             else:
                 corrupt += 1
-                self._drop(stored)
+                self.drop(stored)
         return VerifyReply(verified=verified, made=made, corrupt=corrupt, nbytes=nbytes)
 
     async def _examine(self, stored: StoredObject) -> None:
@@ -216,7 +216,10 @@ class Checksums:
         stored.checksum = found
         self.counts.made += 1
 
-    def _drop(self, stored: StoredObject) -> None:
+    def drop(self, stored: StoredObject) -> None:
+        """Its bytes are not those that were stored any more: forget it, if it is still stored."""
+        if not self._is_stored(stored):
+            return
         self.counts.corrupt += 1
         logger.error(
             "bytes of a stored object of %s have changed in memory: it is dropped; check this machine's memory",

@@ -17,7 +17,7 @@ Everything is synchronous and on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,11 +26,11 @@ from lmcache_qprotocol.messages import IdentitiesReply, IdentityQuery
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.pool import Pool, Slot, SlotState
 from lmcache_qserver.qstore.by_identity import ByIdentity, Claimed
-from lmcache_qserver.qstore.by_tokens import ByTokens, Content
+from lmcache_qserver.qstore.by_tokens import ByTokens, Candidate, Content
 from lmcache_qserver.qstore.cover import Cover, cover
 from lmcache_qserver.qstore.inventory import Inventory
 from lmcache_qserver.qstore.misses import Misses
-from lmcache_qserver.qstore.stored_object import Description, StoredObject
+from lmcache_qserver.qstore.stored_object import NOWHERE, Description, Place, StoredObject
 from lmcache_qserver.status_report import ModelReport
 
 
@@ -73,6 +73,10 @@ class Index:
         self._inventory = Inventory()
         self._by_tokens = ByTokens()
         self._by_identity = ByIdentity()
+        self.on_forgotten: Callable[[StoredObject, MissReason], None] = lambda _stored, _reason: (
+            None
+        )
+        """Told of every object that is not stored any more; must not change the index."""
 
     def __len__(self) -> int:
         """Objects stored."""
@@ -84,7 +88,11 @@ class Index:
 
     def cover(self, family: KeyFamily, asked: Content) -> Cover:
         """The objects that together hold the asked rows of a chunk, and the rows that none holds."""
-        return cover(self._by_tokens.candidates(family, asked), len(asked))
+        return cover(self.candidates(family, asked), len(asked))
+
+    def candidates(self, family: KeyFamily, asked: Content) -> Iterator[Candidate]:
+        """The objects that hold some of the asked rows, for every first row the one that agrees the furthest."""
+        return self._by_tokens.candidates(family, asked)
 
     def identities(self, query: IdentityQuery, chunk_size: int) -> IdentitiesReply:
         """Under which identities the asked tokens are stored, as the writers told."""
@@ -143,17 +151,21 @@ class Index:
         created: float,
         content: Content | None = None,
         claimed: Claimed | None = None,
+        place: Place = NOWHERE,
     ) -> StoredObject:
         """The bytes are complete and proven, and no thread touches them any more.
 
         Args:
             content: what makes it findable by its tokens; a piece has it, a whole chunk may.
             claimed: what its writer told of its identity, if it did.
+            place: in its sequence.
         """
         assert self._writing.get(write.key) is write, "a write ends once"
         self.pool.commit(write.slot)
         del self._writing[write.key]
-        stored = StoredObject(write.key, write.slot, description, rows, created)
+        stored = StoredObject(
+            write.key, write.slot, description, rows, created, content=content, place=place
+        )
         self._stored[write.key] = stored
         self._inventory.add(stored)
         if content is not None:
@@ -219,10 +231,12 @@ class Index:
         self.pool.abort(slot)
 
     def _forget(self, key: ObjectKey, reason: MissReason) -> None:
-        self._inventory.remove(self._stored.pop(key))
+        stored = self._stored.pop(key)
+        self._inventory.remove(stored)
         self._by_tokens.remove(key)
         self._by_identity.remove(key)
         self._misses.note(key, reason)
+        self.on_forgotten(stored, reason)
 
     def _reserve(self, key: ObjectKey, nbytes: int) -> Write | None:
         reservation = self.pool.reserve(nbytes, key)

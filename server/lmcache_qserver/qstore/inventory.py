@@ -30,7 +30,9 @@ class Inventory:
 
     def add(self, stored: StoredObject) -> None:
         """The object is in the index now."""
-        holding = self._holdings.setdefault(_kind(stored.key.family), _Holding(stored.description))
+        holding = self._holdings.setdefault(
+            kind_of(stored.key.family), _Holding(stored.description)
+        )
         if stored.key.rows is None:
             holding.chunks += 1
         else:
@@ -39,7 +41,7 @@ class Inventory:
 
     def remove(self, stored: StoredObject) -> None:
         """The object has left the index."""
-        kind = _kind(stored.key.family)
+        kind = kind_of(stored.key.family)
         holding = self._holdings[kind]
         if stored.key.rows is None:
             holding.chunks -= 1
@@ -52,22 +54,44 @@ class Inventory:
     def summary(self) -> list[ModelReport]:
         """One entry per kind, sorted; `model_name` is that of the keys, with the feature's suffix."""
         return [
-            ModelReport(
-                model_name=model_name,
-                world_size=world_size,
-                kv_rank=kv_rank,
-                layout_id=layout_id.hex(),
-                layout=msgspec.to_builtins(holding.description.layout),
-                chunk_size=holding.description.chunk_size,
+            report_of(
+                kind,
+                holding.description,
                 chunks=holding.chunks,
                 pieces=holding.pieces,
-                bytes=holding.nbytes,
+                nbytes=holding.nbytes,
             )
-            for (model_name, world_size, kv_rank, layout_id), holding in sorted(
-                self._holdings.items(), key=lambda item: item[0]
-            )
+            for kind, holding in sorted(self._holdings.items(), key=lambda item: item[0])
         ]
 
 
-def _kind(family: KeyFamily) -> Kind:
+def report_of(
+    kind: Kind, description: Description, *, chunks: int, pieces: int, nbytes: int
+) -> ModelReport:
+    """A kind as `/status` tells it."""
+    model_name, world_size, kv_rank, layout_id = kind
+    return ModelReport(
+        model_name=model_name,
+        world_size=world_size,
+        kv_rank=kv_rank,
+        layout_id=layout_id.hex(),
+        layout=msgspec.to_builtins(description.layout),
+        chunk_size=description.chunk_size,
+        chunks=chunks,
+        pieces=pieces,
+        bytes=nbytes,
+    )
+
+
+def kind_of_report(report: ModelReport) -> Kind:
+    """The kind that `/status` tells of."""
+    return (
+        report.model_name,
+        report.world_size,
+        report.kv_rank,
+        bytes.fromhex(report.layout_id),
+    )
+
+
+def kind_of(family: KeyFamily) -> Kind:
     return family.model_name, family.world_size, family.kv_rank, family.layout_id

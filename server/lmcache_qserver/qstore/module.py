@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,11 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.messages import (
     ChunkQuery,
+    FlushReply,
     IdentitiesReply,
     IdentityQuery,
     LookupReply,
+    PurgeReply,
     RangeKey,
     RetrieveReply,
     RingDescription,
@@ -37,6 +39,7 @@ from lmcache_qprotocol.messages import (
     VerifyReply,
     WorkerReport,
 )
+from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.copying import RingSource
 from lmcache_qserver.events import EventBus, StoreEnd, StoreStart, StoreSubmitted
 from lmcache_qserver.pool import Pool
@@ -47,18 +50,24 @@ from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.instance import Instance, InstanceId, InstanceState
 from lmcache_qserver.qstore.leases import Leases
 from lmcache_qserver.qstore.lifecycle import Lifecycle
+from lmcache_qserver.qstore.persist.found import NOWHERE_ELSE, Elsewhere
+from lmcache_qserver.qstore.persist.persistence import Persistence, PersistSettings
+from lmcache_qserver.qstore.persist.purging import Purge
+from lmcache_qserver.qstore.persist.read_through import Brought
 from lmcache_qserver.qstore.read_totals import ReadTotals
 from lmcache_qserver.qstore.registry import Registry
 from lmcache_qserver.qstore.release_cause import ReleaseCause
 from lmcache_qserver.qstore.ring_use import ring_use
 from lmcache_qserver.qstore.store_check import CheckedStore, check_store, check_upload
 from lmcache_qserver.qstore.store_run import StoreRun
+from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.qstore.totals import StoreTotals
 from lmcache_qserver.qstore.upload import Upload
 from lmcache_qserver.qstore.uploads import Uploads
 from lmcache_qserver.status_report import (
     InstanceReport,
     LanesReport,
+    ModelReport,
     PoolReport,
     RingLayoutReport,
     StoreReport,
@@ -79,7 +88,9 @@ class QStoreModule:
         inline_checksums: whether a store's answer waits for the checksums of its objects (checksums.py).
         max_lease_share: part of the pool that one client may lease, in (0, 1]; and reserve by unfinished uploads.
         upload_timeout_s: seconds after which an upload that is not complete is given up.
+        persist: the persistent tier; None: there is none. `persistence.attach` opens it.
         clock: seconds, monotonic; measures how long stores take.
+        wall: seconds since the epoch.
 
     Raises:
         ValueError: a feature is unknown, or a number is out of range.
@@ -99,7 +110,9 @@ class QStoreModule:
         max_lease_share: float = 0.25,
         inline_checksums: bool = False,
         upload_timeout_s: float = 60.0,
+        persist: PersistSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         _check_settings(chunk_size, features, copy_timeout_s, lease_timeout_s, max_lease_share)
         if upload_timeout_s <= 0:
@@ -124,17 +137,43 @@ class QStoreModule:
         self._checksums = Checksums(
             self.index, lambda: bool(self._stores), self._totals.add_nonfinite
         )
+        self.persistence = self._build_persistence(persist, wall)
         self.uploads = Uploads(
             self.index,
             cap_bytes=cap_bytes,
             timeout_s=upload_timeout_s,
             copy_timeout_s=copy_timeout_s,
-            on_stored=self._checksums.note,
+            on_stored=self._note_stored,
             inline_checksums=inline_checksums,
+            persistence=self.persistence,
         )
         self._lifecycle = Lifecycle(
             self.registry, chunk_size, features, copy_timeout_s, self.uploads.instance_leaves
         )
+
+    def _build_persistence(
+        self, settings: PersistSettings | None, wall: Callable[[], float]
+    ) -> Persistence | None:
+        if settings is None:
+            return None
+        persistence = Persistence(
+            self.index,
+            settings,
+            chunk_size=self.chunk_size,
+            is_busy=lambda: bool(self._stores),
+            committed=self._checksums.note,
+            drop_corrupt=self._checksums.drop,
+            wall=wall,
+            clock=self._clock,
+        )
+        self.index.on_forgotten = persistence.forgotten
+        return persistence
+
+    def _note_stored(self, stored: StoredObject) -> None:
+        """A store has committed an object."""
+        self._checksums.note(stored)
+        if self.persistence is not None:
+            self.persistence.note_stored(stored)
 
     def start(self) -> None:
         """What runs as long as the module does is there from now on, not from when it is first needed."""
@@ -296,8 +335,9 @@ class QStoreModule:
             store,
             self._copy_timeout_s,
             now,
-            self._checksums.note,
+            self._note_stored,
             self._inline_checksums,
+            self.persistence,
         )
         run.begin()
         loop = asyncio.get_running_loop()
@@ -434,19 +474,62 @@ class QStoreModule:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def lookup_q(self, query: ChunkQuery) -> LookupReply:
-        """Which chunks are there, and why the others are not."""
-        return reading.lookup(self.index, self._reads, query, self.chunk_size)
+    def look_in_tier(self, query: ChunkQuery) -> Awaitable[Elsewhere] | None:
+        """What the persistent tier has of a query; await it before `lookup_q`. None: the pool alone answers.
+
+        Raises:
+            RequestError: bad_payload.
+        """
+        reading.check(query, self.chunk_size)
+        if self.persistence is None or not self.persistence.reads.is_needed(query):
+            return None
+        return self.persistence.reads.look(query)
+
+    def lookup_q(self, query: ChunkQuery, elsewhere: Elsewhere = NOWHERE_ELSE) -> LookupReply:
+        """Which chunks are there, and why the others are not.
+
+        Args:
+            elsewhere: out of `look_in_tier`.
+        """
+        return reading.lookup(self.index, self._reads, query, self.chunk_size, elsewhere)
 
     def identities_q(self, query: IdentityQuery) -> IdentitiesReply:
         """Under which identities the asked tokens are stored, as their writers told."""
         return reading.identities(self.index, query, self.chunk_size)
 
-    def retrieve_q(self, client: Hashable, query: ChunkQuery, now: float) -> RetrieveReply:
-        """Lease the chunks that are there to a client, up to its cap."""
-        return reading.retrieve(
-            self.index, self.leases, self._reads, client, query, self.chunk_size, now
-        )
+    def bring_from_tier(self, client: Hashable, query: ChunkQuery) -> Awaitable[Brought] | None:
+        """Bring into the pool what the persistent tier has of a query; await it before `retrieve_q`.
+
+        None: the pool alone answers. What has been brought is leased until `retrieve_q`, or `let_go`, is told of it.
+
+        Raises:
+            RequestError: bad_payload.
+        """
+        reading.check(query, self.chunk_size)
+        if self.persistence is None or not self.persistence.reads.is_needed(query):
+            return None
+        return self.persistence.reads.bring(query, self.leases.room(client))
+
+    def let_go(self, brought: Brought) -> None:
+        """Nobody retrieves what was brought."""
+        if self.persistence is not None:
+            self.persistence.reads.release(brought)
+
+    def retrieve_q(
+        self, client: Hashable, query: ChunkQuery, now: float, brought: Brought | None = None
+    ) -> RetrieveReply:
+        """Lease the chunks that are there to a client, up to its cap.
+
+        Args:
+            brought: out of `bring_from_tier`; let go by this call.
+        """
+        try:
+            return reading.retrieve(
+                self.index, self.leases, self._reads, client, query, self.chunk_size, now, brought
+            )
+        finally:
+            if brought is not None:
+                self.let_go(brought)
 
     def fetch_q(
         self, client: Hashable, lease_id: int, place: int, part: tuple[int, int], now: float
@@ -470,6 +553,36 @@ class QStoreModule:
         """Hash everything that is stored, and drop what differs from its checksum."""
         return await asyncio.shield(self._checksums.verify())
 
+    async def flush_q(self, timeout_s: float) -> FlushReply:
+        """Wait until everything that is stored is in the persistent tier, too, or cannot be for now."""
+        if self.persistence is None:
+            return FlushReply(
+                persisted=False, waiting=0, message="this server has no persistent tier (--l2)"
+            )
+        return await self.persistence.flush(timeout_s)
+
+    async def purge_q(self, model_name: str, salt: str | None) -> PurgeReply:
+        """Delete what is stored of a model in every tier; stores that are under way are not met.
+
+        Args:
+            model_name: as in keys; without a feature's suffix all features of the model.
+            salt: None for all.
+        """
+        what = Purge(model_name, salt)
+        dropped = self._drop(what)
+        if self.persistence is None:
+            return PurgeReply(dropped=dropped, deleted=0, deleted_bytes=0)
+        await self.persistence.settle(what)
+        dropped += self._drop(what)
+        deleted, nbytes, message = await self.persistence.purge(what)
+        return PurgeReply(dropped=dropped, deleted=deleted, deleted_bytes=nbytes, message=message)
+
+    def _drop(self, what: Purge) -> int:
+        objects = [one for one in self.index.objects() if what.is_family(one.key.family)]
+        for stored in objects:
+            self.index.discard(stored, MissReason.PURGED)
+        return len(objects)
+
     def expire_leases(self, now: float) -> int:
         """End the leases whose time is over; how many there were. Call it every few seconds."""
         return self.leases.expire(now)
@@ -488,7 +601,7 @@ class QStoreModule:
         return StoreReport(
             registered_q_ids=sorted(ids, key=lambda one: (isinstance(one, str), one)),
             q_context_meta={str(one.instance_id): _describe_instance(one) for one in live},
-            models=self.index.models(),
+            models=self._models(),
             totals=self._totals.summary(),
             reads=self._reads.summary(),
             instances=self._lifecycle.summary(),
@@ -503,7 +616,12 @@ class QStoreModule:
                 stuck_after_release=self._lifecycle.stuck_lanes,
             ),
             draining=self._draining,
+            l2=None if self.persistence is None else self.persistence.summary(),
         )
+
+    def _models(self) -> list[ModelReport]:
+        here = self.index.models()
+        return here if self.persistence is None else self.persistence.models(here)
 
     async def drain(self, deadline_s: float) -> bool:
         """Refuse new stores and registrations, and wait for what runs.
@@ -513,13 +631,18 @@ class QStoreModule:
         """
         self._draining = True
         self._checksums.stop()
+        began = self._clock()
         if self._stores:
             await asyncio.wait(set(self._stores), timeout=deadline_s)
+        if self.persistence is not None:
+            await self.persistence.drain(deadline_s - (self._clock() - began))
         return not self._stores
 
     async def close(self) -> None:
         """Release all instances. Call it last, after `drain`."""
         self._draining = True
+        if self.persistence is not None:
+            await self.persistence.close(self._copy_timeout_s)
         await self._checksums.close(self._copy_timeout_s)
         await self._lifecycle.close()
 

@@ -25,8 +25,11 @@ from lmcache_qprotocol.messages import (
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.pool import Pool, Slot
 from lmcache_qserver.qstore.by_tokens import content_of
+from lmcache_qserver.qstore.cover import cover
 from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.leases import Leases
+from lmcache_qserver.qstore.persist.found import NOWHERE_ELSE, Elsewhere
+from lmcache_qserver.qstore.persist.read_through import Brought
 from lmcache_qserver.qstore.read_totals import LOOKUP, RETRIEVE, ReadTotals
 from lmcache_qserver.qstore.stored_object import StoredObject
 
@@ -36,9 +39,15 @@ class _Hit:
     """One object that a query finds: rows [a, c) of the chunk at `place`."""
 
     place: int
-    stored: StoredObject
+    object: StoredObject | None
+    """None: it is in the persistent tier only."""
     valid: tuple[int, int] | None = None
     """None: a whole chunk, all of it."""
+
+    @property
+    def stored(self) -> StoredObject:
+        assert self.object is not None, "what is retrieved is in the pool"
+        return self.object
 
     def located(self) -> StoredChunk:
         return self.stored.located(self.place, self.valid)
@@ -52,6 +61,11 @@ class _Answer:
     hits: list[_Hit] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
+    def cut_off(self, stop: int) -> None:
+        """Leave out what is found or missed from this place of the query on."""
+        self.hits = [hit for hit in self.hits if hit.place < stop]
+        self.missing = [miss for miss in self.missing if miss.index < stop]
+
     def reach(self, hits: list[_Hit]) -> int:
         """Tokens that these hits hold without a gap from place 0."""
         tokens = 0
@@ -64,13 +78,22 @@ class _Answer:
         return tokens
 
 
-def lookup(index: Index, totals: ReadTotals, query: ChunkQuery, chunk_size: int) -> LookupReply:
+def lookup(
+    index: Index,
+    totals: ReadTotals,
+    query: ChunkQuery,
+    chunk_size: int,
+    elsewhere: Elsewhere = NOWHERE_ELSE,
+) -> LookupReply:
     """How far what is stored reaches, and all that is missing. Promises nothing: only a lease keeps a chunk.
+
+    Args:
+        elsewhere: what the persistent tier has of it.
 
     Raises:
         RequestError(bad_payload): a partial chunk is longer than a chunk.
     """
-    answer = _search(index, query, chunk_size)
+    answer = _search(index, query, chunk_size, elsewhere)
     totals.found(LOOKUP, len(answer.hits), answer.missing)
     tokens = answer.reach(answer.hits)
     return LookupReply(prefix=tokens // chunk_size, missing=tuple(answer.missing), tokens=tokens)
@@ -84,25 +107,34 @@ def retrieve(
     query: ChunkQuery,
     chunk_size: int,
     now: float,
+    brought: Brought | None = None,
 ) -> RetrieveReply:
     """Lease what is there, as far as the client's cap reaches; what is cut off is in neither list of the answer.
+
+    Args:
+        brought: what came out of the persistent tier for it.
 
     Raises:
         RequestError(bad_payload): a partial chunk is longer than a chunk.
     """
-    answer = _search(index, query, chunk_size)
+    brought = brought or Brought()
+    answer = _search(index, query, chunk_size, brought.elsewhere)
+    cut = brought.stop is not None
+    if brought.stop is not None:
+        answer.cut_off(brought.stop)
     slots: list[Slot] = [hit.stored.slot for hit in answer.hits]
     count = leases.affordable(client, slots)
     lease_id = leases.grant(client, slots[:count], now)
     leased = answer.hits[:count]
     totals.found(RETRIEVE, len(answer.hits), answer.missing)
     nbytes = sum(hit.stored.slot.nbytes for hit in leased)
-    totals.leased(count, nbytes, capped=count < len(answer.hits))
+    capped = cut or count < len(answer.hits)
+    totals.leased(count, nbytes, capped=capped)
     return RetrieveReply(
         lease_id=lease_id,
         chunks=tuple(hit.located() for hit in leased),
         missing=tuple(answer.missing),
-        partial=count < len(answer.hits),
+        partial=capped,
         tokens=answer.reach(leased),
         lease_ms=int(leases.timeout_s * 1000) if lease_id else 0,
     )
@@ -161,47 +193,65 @@ def identities(index: Index, query: IdentityQuery, chunk_size: int) -> Identitie
     return index.identities(query, chunk_size)
 
 
-def _search(index: Index, query: ChunkQuery, chunk_size: int) -> _Answer:
+def check(query: ChunkQuery, chunk_size: int) -> None:
+    """Whether its partial chunks are such.
+
+    Raises:
+        RequestError(bad_payload): one is longer than a chunk.
+    """
+    for partial_chunk in query.partials:
+        asked = len(partial_chunk.tokens)
+        if asked > chunk_size or any(item.offset >= asked for item in partial_chunk.items):
+            raise RequestError(
+                ErrorCode.BAD_PAYLOAD,
+                f"a partial chunk has at most {chunk_size} tokens, and its items begin among them",
+            )
+
+
+def _search(index: Index, query: ChunkQuery, chunk_size: int, elsewhere: Elsewhere) -> _Answer:
+    check(query, chunk_size)
     answer = _Answer(chunk_size)
     partials = {partial.index: partial for partial in query.partials}
     for place, name in enumerate(query.chunk_hashes):
         partial = partials.pop(place, None)
         key = ObjectKey(family=query.family, chunk_hash=name)
         stored = index.get(key)
-        if stored is not None:
+        if stored is not None or key in elsewhere.keys:
             answer.hits.append(_Hit(place, stored))
         elif partial is not None:
-            _search_partial(index, query.family, partial, answer)
+            _search_partial(index, query.family, partial, answer, elsewhere)
         else:
-            answer.missing.append(Missing(place, index.miss_reason(key)))
+            answer.missing.append(Missing(place, _reason(index, key, elsewhere)))
     for partial in partials.values():
-        _search_partial(index, query.family, partial, answer)
+        _search_partial(index, query.family, partial, answer, elsewhere)
     return answer
 
 
 def _search_partial(
-    index: Index, family: KeyFamily, partial: PartialChunk, answer: _Answer
+    index: Index,
+    family: KeyFamily,
+    partial: PartialChunk,
+    answer: _Answer,
+    elsewhere: Elsewhere,
 ) -> None:
     """By hash if a whole chunk is asked for and there, else by tokens."""
     asked = len(partial.tokens)
-    if asked > answer.chunk_size or any(item.offset >= asked for item in partial.items):
-        raise RequestError(
-            ErrorCode.BAD_PAYLOAD,
-            f"a partial chunk has at most {answer.chunk_size} tokens, and its items begin among them",
-        )
     reason = MissReason.TOO_SHORT
     if asked == answer.chunk_size:
         name = chunk_hash(partial.parent_hash, partial.tokens, 0, partial.items)
         key = ObjectKey(family=family, chunk_hash=name)
         stored = index.get(key)
-        if stored is not None:
+        if stored is not None or key in elsewhere.keys:
             answer.hits.append(_Hit(partial.index, stored))
             return
-        reason = index.miss_reason(key)
+        reason = _reason(index, key, elsewhere)
     content = content_of(partial.parent_hash, partial.tokens, partial.items)
-    chosen, gaps = index.cover(family, content)
+    here = index.candidates(family, content)
+    chosen, gaps = cover([*here, *elsewhere.candidates.get(partial.index, ())], asked)
     for one in chosen:
-        found = index.get(one.key)
-        assert found is not None, "what is found by its tokens is stored"
-        answer.hits.append(_Hit(partial.index, found, (one.first, one.agreed)))
+        answer.hits.append(_Hit(partial.index, index.get(one.key), (one.first, one.agreed)))
     answer.missing += [Missing(partial.index, reason, gap) for gap in gaps]
+
+
+def _reason(index: Index, key: ObjectKey, elsewhere: Elsewhere) -> MissReason:
+    return elsewhere.reasons.get(key) or index.miss_reason(key)

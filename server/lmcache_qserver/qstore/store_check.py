@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.hashing import NONE_HASH, chunk_hash, chunk_hashes, root_hash
@@ -51,17 +52,23 @@ class CheckedStore:
         """Bytes of each object."""
         return self.description.blocks_of(self.rows) * self.description.block_bytes
 
-    def hashes_of_tokens(self) -> list[bytes]:
-        """Hash of every chunk, out of the whole prefix's token ids: O(prefix), work for a thread."""
+    @property
+    def told_chain(self) -> list[bytes]:
+        """The hash of the chunk before the range, empty if not sent, and those of its chunks; [] without."""
+        hashes = self.key.chunk_hashes
+        return [self.key.parent_hash or b"", *hashes] if hashes else []
+
+    def chain_of_tokens(self) -> list[bytes]:
+        """The same out of the whole prefix's token ids: O(prefix), work for a thread."""
         size = self.description.chunk_size
         hashes = chunk_hashes(self.key.token_ids[: self.key.end], size)
-        return hashes[self.key.start // size :]
+        return [NONE_HASH, *hashes][self.key.start // size :]
 
-    def chunks(self, hashes: Sequence[bytes]) -> list[PlannedChunk]:
+    def chunks(self, chain: Sequence[bytes]) -> list[PlannedChunk]:
         """What is to be copied, in order.
 
         Args:
-            hashes: one per chunk.
+            chain: hash of the chunk before the range, empty if unknown, then one per chunk.
         """
         per_chunk = self.description.blocks_of(self.rows)
         rows = None if self.rows == (0, self.description.chunk_size) else self.rows
@@ -69,10 +76,11 @@ class CheckedStore:
             PlannedChunk(
                 key=ObjectKey(family=self.family, chunk_hash=name, rows=rows),
                 block_ids=self.block_ids[index * per_chunk : (index + 1) * per_chunk],
+                parent=parent,
                 start=self.key.start + index * self.description.chunk_size,
                 nonce=self.nonces[index],
             )
-            for index, name in enumerate(hashes)
+            for index, (parent, name) in enumerate(pairwise(chain))
         ]
 
 
@@ -82,8 +90,10 @@ class PlannedChunk:
 
     key: ObjectKey
     block_ids: tuple[int, ...]
+    parent: bytes
+    """Hash of the chunk before; empty if unknown."""
     start: int
-    """Absolute position of its first token."""
+    """Absolute position of the range's first token in it."""
     nonce: int
 
     @property

@@ -1,5 +1,6 @@
 """The way of one store: reserve → copy and prove → commit or fail, until every chunk has an end.
 
+    what lies in the persistent tier, and not in the pool ─────────▶ duplicate
     round:  reserve_write ─┬─ duplicates, no room ──────────────────▶ counted
                            ├─ writes ─▶ lane: copy ─┬─ proven ───────▶ committed, all of them
                            │                        └─ anything else ▶ failed, all of them; no further round
@@ -33,8 +34,9 @@ from lmcache_qserver.copying.checksum import Digest
 from lmcache_qserver.log_fields import told
 from lmcache_qserver.qstore.index import Index, Reserved, Write
 from lmcache_qserver.qstore.instance import Instance
+from lmcache_qserver.qstore.persist.persistence import Persistence
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
-from lmcache_qserver.qstore.stored_object import StoredObject
+from lmcache_qserver.qstore.stored_object import Place, StoredObject
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class StoreRun:
         now: seconds, monotonic; when the objects are created.
         committed: told of every object.
         inline_checksums: whether the lane makes them.
+        persistence: what it holds is not stored again; None: there is none.
 
     Attributes:
         copied_bytes, copy_s: what copies that came back have moved, proven or not, and the seconds that they took.
@@ -70,6 +73,7 @@ class StoreRun:
         now: float,
         committed: Callable[[StoredObject], None],
         inline_checksums: bool,
+        persistence: Persistence | None = None,
     ) -> None:
         self._index = index
         self._instance = instance
@@ -78,6 +82,7 @@ class StoreRun:
         self._now = now
         self._committed = committed
         self._inline_checksums = inline_checksums
+        self._persistence = persistence
         self._chunks: dict[ObjectKey, PlannedChunk] = {}
         self._times: Counter[ObjectKey] = Counter()
         self._failure: LossReason | None = None
@@ -108,9 +113,10 @@ class StoreRun:
                     "an earlier copy from this ring hangs: nothing is copied until it ends"
                 )
                 self._over = True
-            elif self._store.key.chunk_hashes:
-                self._plan(self._store.key.chunk_hashes)
-                self._round = self._begin_round(list(self._chunks))
+            elif chain := self._store.told_chain:
+                self._plan(chain)
+                if not self._held_elsewhere():
+                    self._round = self._begin_round(list(self._chunks))
         except Exception as error:  # noqa: BLE001 - logged there
             self._give_up(error)
 
@@ -118,8 +124,9 @@ class StoreRun:
         """Bring every chunk to its end. Raises nothing but CancelledError."""
         try:
             if self._round is None and not self._over:
-                self._plan(await self._hashes())
-                self._round = self._begin_round(list(self._chunks))
+                if not self._chunks:
+                    self._plan(await self._chain())
+                self._round = self._begin_round(await self._not_persisted())
             while self._round is not None:
                 todo = await self._end_round(self._round)
                 self._round = self._begin_round(todo) if todo else None
@@ -135,15 +142,35 @@ class StoreRun:
         self._refuse_rest(f"the store failed: {error}")
         self._over = True
 
-    async def _hashes(self) -> Sequence[bytes]:
-        work = self._store.hashes_of_tokens
+    async def _chain(self) -> Sequence[bytes]:
+        work = self._store.chain_of_tokens
         return await self._instance.lane.run(work, timeout_s=self._copy_timeout_s)
 
-    def _plan(self, hashes: Sequence[bytes]) -> None:
+    def _plan(self, chain: Sequence[bytes]) -> None:
         """A key that occurs twice is written once, and counted as often as it occurs."""
-        for chunk in self._store.chunks(hashes):
+        for chunk in self._store.chunks(chain):
             self._chunks.setdefault(chunk.key, chunk)
             self._times[chunk.key] += 1
+
+    def _held_elsewhere(self) -> list[tuple[ObjectKey, bytes]]:
+        """Chunks that are not in the pool and, as far as is known, in the persistent tier; each with its parent."""
+        if self._persistence is None:
+            return []
+        return [
+            (key, chunk.parent)
+            for key, chunk in self._chunks.items()
+            if self._index.get(key) is None and self._persistence.is_held(key, chunk.parent)
+        ]
+
+    async def _not_persisted(self) -> list[ObjectKey]:
+        """What is to be copied; what the persistent tier says it has is stored already."""
+        held = self._held_elsewhere()
+        if not held or self._persistence is None:
+            return list(self._chunks)
+        there = await self._persistence.confirm(held)
+        for key in there:
+            self._duplicate += self._times[key]
+        return [key for key in self._chunks if key not in there]
 
     def _begin_round(self, keys: list[ObjectKey]) -> _Round:
         reserved = self._index.reserve_write(keys, self._store.object_bytes)
@@ -237,8 +264,15 @@ class StoreRun:
         store = self._store
         # Last to first, so that a sequence is evicted from its end: only prefixes are of use.
         for write, checksum in reversed(list(zip(writes, copied.checksums, strict=True))):
+            chunk = self._chunks[write.key]
             stored = self._index.commit(
-                write, store.description, store.rows, self._now, store.content, store.claimed
+                write,
+                store.description,
+                store.rows,
+                self._now,
+                store.content,
+                store.claimed,
+                Place(chunk.parent, chunk.start - store.rows[0]),
             )
             stored.checksum = checksum
             self._committed(stored)
@@ -262,9 +296,8 @@ class StoreRun:
             self._message = self._message or message
 
     def _refuse_all(self, message: str) -> None:
-        if self._store.key.chunk_hashes:
-            for chunk in self._store.chunks(self._store.key.chunk_hashes):
-                self._index.note_miss(chunk.key, MissReason.COPY_FAILED)
+        for chunk in self._store.chunks(self._store.told_chain):
+            self._index.note_miss(chunk.key, MissReason.COPY_FAILED)
         self._refuse_rest(message)
 
     def _refuse_rest(self, message: str) -> None:

@@ -18,8 +18,9 @@ from lmcache_qprotocol.reasons import LossReason, MissReason
 from lmcache_qserver.copying.inline import copy_part, prove
 from lmcache_qserver.qstore.index import Index, Write
 from lmcache_qserver.qstore.instance import Instance, InstanceState
+from lmcache_qserver.qstore.persist.persistence import Persistence
 from lmcache_qserver.qstore.store_check import CheckedStore, PlannedChunk
-from lmcache_qserver.qstore.stored_object import StoredObject
+from lmcache_qserver.qstore.stored_object import Place, StoredObject
 from lmcache_qserver.qstore.upload import Upload
 from lmcache_qserver.status_report import UploadsReport
 
@@ -36,6 +37,7 @@ class Uploads:
         copy_timeout_s: seconds for the copy of one part.
         on_stored: told of every object, after its commit.
         inline_checksums: whether lanes make their checksums.
+        persistence: what it holds is not stored again; None: there is none.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Uploads:
         copy_timeout_s: float,
         on_stored: Callable[[StoredObject], None],
         inline_checksums: bool,
+        persistence: Persistence | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.cap_bytes = cap_bytes
@@ -54,6 +57,7 @@ class Uploads:
         self._copy_timeout_s = copy_timeout_s
         self._on_stored = on_stored
         self._inline_checksums = inline_checksums
+        self._persistence = persistence
         self._open: dict[int, Upload] = {}
         """By id. All have the same time, so the order of ids is the order of expiry."""
         self._count: Counter[Hashable] = Counter()
@@ -170,6 +174,7 @@ class Uploads:
                 now,
                 store.content,
                 store.claimed,
+                Place(upload.planned.parent, upload.planned.start - store.rows[0]),
             )
             stored.checksum = copied.checksums[0]
             self._on_stored(stored)
@@ -212,7 +217,9 @@ class Uploads:
     async def _reserve(
         self, client: Hashable, instance: Instance, store: CheckedStore, clock: Callable[[], float]
     ) -> Upload | StoreOutcome:
-        (planned,) = store.chunks(store.key.chunk_hashes)
+        (planned,) = store.chunks(store.told_chain)
+        if await self._is_persisted(planned):
+            return StoreOutcome(duplicate=1)
         while instance.state is InstanceState.LIVE:
             reserved = self._index.reserve_write([planned.key], store.object_bytes)
             if reserved.no_room:
@@ -230,6 +237,13 @@ class Uploads:
             if await asyncio.shield(other):
                 return StoreOutcome(duplicate=1)
         return _refused(LossReason.COPY_FAILED, "the instance was released meanwhile")
+
+    async def _is_persisted(self, planned: PlannedChunk) -> bool:
+        if self._persistence is None or self._index.get(planned.key) is not None:
+            return False
+        if not self._persistence.is_held(planned.key, planned.parent):
+            return False
+        return bool(await self._persistence.confirm([(planned.key, planned.parent)]))
 
     def _begin(
         self,

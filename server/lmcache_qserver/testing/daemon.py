@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "url": "tcp://127.0.0.1:0",
     "http_port": 0,
     "pool_bytes": 64 << 20,
+    "l2": "none",
     "drain_timeout_s": 5.0,
 }
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import urllib.parse
-
 from lmcache_qserver.tier.chunk_store import ChunkStore
 from lmcache_qserver.tier.errors import Refused
 from lmcache_qserver.tier.read_only import ReadOnlyStore
+from lmcache_qserver.tier.url import check_url, file_path
 
-OBJECT_SCHEMES = ("s3", "gs", "az", "memory")
 INSTALL = "pip install 'lmcache-qserver[l2]'"
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -39,18 +37,13 @@ async def open_store(
 
 
 async def _open(url: str, timeout_s: float, direct: bool, read_only: bool) -> ChunkStore:
-    parts = urllib.parse.urlsplit(url)
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError("a store's URL has no credentials, no ? and no #: use the environment")
-    if parts.scheme == "file":
-        path = urllib.parse.unquote(parts.path)
-        if parts.netloc or not url.startswith("file:///") or path == "/":
-            raise ValueError(f"{url!r} is not of the form file:///PATH")
+    scheme = check_url(url)
+    if scheme == "file":
         from lmcache_qserver.tier.files import FileStore
 
-        return await FileStore.open(path, timeout_s=timeout_s, direct=direct, read_only=read_only)
-    if parts.scheme not in OBJECT_SCHEMES:
-        raise ValueError(f"{url!r}: a store is file, {', '.join(OBJECT_SCHEMES)}, with ://")
+        return await FileStore.open(
+            file_path(url), timeout_s=timeout_s, direct=direct, read_only=read_only
+        )
     if direct:
         raise ValueError("direct is for file:// only")
     try:
@@ -58,5 +51,5 @@ async def _open(url: str, timeout_s: float, direct: bool, read_only: bool) -> Ch
     except ImportError as error:
         if error.name != "obstore":
             raise
-        raise Refused(f"{parts.scheme}:// needs obstore: {INSTALL}") from None
+        raise Refused(f"{scheme}:// needs obstore: {INSTALL}") from None
     return await ObjectStore.open(url, timeout_s=timeout_s)

@@ -5,9 +5,10 @@ How an operation is handled (`Order`):
     NOW        the handler returns its result at once
     IN_TURN    registering and unregistering: one at a time over all clients, in order of arrival
     BESIDE     stores: each goes on by itself to its end, whatever becomes of its client or of the dispatcher
+    EITHER     reading: at once if the pool can answer, beside if the persistent tier has to be asked
 
-A client has at most `outstanding_requests` of the last two, and `OUTSTANDING_MESSAGES` full messages' worth of bytes: a
-decoded message takes up to fourteen times its length until it is answered.
+A client has at most `outstanding_requests` of what is not answered at once, and `OUTSTANDING_MESSAGES` full messages'
+worth of bytes: a decoded message takes up to fourteen times its length until it is answered.
 
 Every message ends in exactly one of: a result, an error frame, a legacy failure, a counted silence (a legacy client and
 an operation without failing result), a counted drop (no frames to echo). An error frame goes to whoever can read one:
@@ -61,10 +62,11 @@ class Order(Enum):
     NOW = "now"
     IN_TURN = "in turn"
     BESIDE = "beside"
+    EITHER = "either"
 
 
 class Handler(NamedTuple):
-    """One row of the dispatch table. `call` returns an awaitable unless the order is NOW.
+    """One row of the dispatch table. `call` returns a result (NOW), an awaitable of it, or one of both (EITHER).
 
     Attributes:
         while_stopping: served while the daemon drains.
@@ -193,10 +195,12 @@ class Dispatcher:
             raise RequestError(
                 ErrorCode.SHUTTING_DOWN, "the server is stopping; connect again later"
             )
-        if handler.order is Order.NOW:
-            self._answer(echo, handler.call(echo.client, payloads))
-            return
         work = handler.call(echo.client, payloads)
+        if handler.order is Order.NOW or (
+            handler.order is Order.EITHER and not isinstance(work, Awaitable)
+        ):
+            self._answer(echo, work)
+            return
         echo.client.outstanding += 1
         echo.client.outstanding_bytes += echo.nbytes
         if handler.order is Order.IN_TURN:

@@ -10,7 +10,12 @@ from lmcache_qprotocol.errors import ErrorCode, RequestError
 from lmcache_qprotocol.limits import Limits
 from lmcache_qprotocol.messages import (
     PROTOCOL_VERSION,
+    ChunkQuery,
+    FlushReply,
     HelloReply,
+    LookupReply,
+    PurgeReply,
+    RetrieveReply,
     RingDescription,
     StoreResult,
     UploadReply,
@@ -20,9 +25,13 @@ from lmcache_qserver.copying import RingSource
 from lmcache_qserver.copying.inline import UnreachableRing
 from lmcache_qserver.device.processes import DeviceProcesses
 from lmcache_qserver.qstore import QStoreModule
+from lmcache_qserver.qstore.persist.found import Elsewhere
+from lmcache_qserver.qstore.persist.read_through import Brought
 from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Client, Clients, Session
 from lmcache_qserver.wire.dispatch import Handler, Order, Payloads
+
+LONGEST_FLUSH_S = 3600.0
 
 
 class Handlers:
@@ -74,12 +83,14 @@ class Handlers:
             "ping": Handler(Order.NOW, self._ping),
             "noop": Handler(Order.NOW, lambda client, payloads: "OK"),
             "get_experimental": Handler(Order.NOW, lambda client, payloads: self._features),
-            "lookup_q": Handler(Order.NOW, self._lookup),
-            "retrieve_q": Handler(Order.NOW, self._retrieve, while_stopping=False),
+            "lookup_q": Handler(Order.EITHER, self._lookup),
+            "retrieve_q": Handler(Order.EITHER, self._retrieve, while_stopping=False),
             "fetch_q": Handler(Order.NOW, self._fetch),
             "release_q": Handler(Order.NOW, self._release),
             "verify_q": Handler(Order.BESIDE, self._verify, while_stopping=False),
             "identities_q": Handler(Order.NOW, self._identities),
+            "flush_q": Handler(Order.BESIDE, self._flush),
+            "purge_q": Handler(Order.BESIDE, self._purge, while_stopping=False),
         }
 
     def _hello(self, client: Client, payloads: Payloads) -> HelloReply:
@@ -164,14 +175,30 @@ class Handlers:
 
     def _lookup(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
-        return self._module.lookup_q(query)
+        looking = self._module.look_in_tier(query)
+        return self._module.lookup_q(query) if looking is None else self._look(query, looking)
+
+    async def _look(self, query: ChunkQuery, looking: Awaitable[Elsewhere]) -> LookupReply:
+        return self._module.lookup_q(query, await looking)
 
     def _retrieve(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
         _require_hello(client.session)
         if not self._limits.bulk_bytes:
             _require_lifeline(client.session, "leases need")
-        return self._module.retrieve_q(client.session, query, self._clock())
+        bringing = self._module.bring_from_tier(client.session, query)
+        if bringing is None:
+            return self._module.retrieve_q(client.session, query, self._clock())
+        return self._bring(client.session, query, bringing)
+
+    async def _bring(
+        self, session: Session, query: ChunkQuery, bringing: Awaitable[Brought]
+    ) -> RetrieveReply:
+        brought = await bringing
+        if session.gone:  # nobody would release what it leases
+            self._module.let_go(brought)
+            _require_hello(session)
+        return self._module.retrieve_q(session, query, self._clock(), brought)
 
     def _fetch(self, client: Client, payloads: Payloads) -> Any:
         lease_id, place, offset, nbytes = payloads
@@ -196,6 +223,16 @@ class Handlers:
     def _verify(self, client: Client, payloads: Payloads) -> Awaitable[VerifyReply]:
         _require_hello(client.session)
         return self._module.verify_q()
+
+    def _flush(self, client: Client, payloads: Payloads) -> Awaitable[FlushReply]:
+        (timeout_ms,) = payloads
+        _require_hello(client.session)
+        return self._module.flush_q(min(timeout_ms / 1000, LONGEST_FLUSH_S))
+
+    def _purge(self, client: Client, payloads: Payloads) -> Awaitable[PurgeReply]:
+        model_name, salt = payloads
+        _require_lifeline(client.session, "who purges needs")
+        return self._module.purge_q(model_name, salt)
 
     def _release(self, client: Client, payloads: Payloads) -> None:
         (lease_ids,) = payloads

@@ -18,7 +18,7 @@ async def opened(folder: Path, read_only: bool = False) -> ChunkStore:
 
 def traces(folder: Path) -> dict[str, tuple[int, ...]]:
     """All that lies there, with lengths and times."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for path in [folder, *folder.rglob("*")]:
         status = path.lstat()
         found[str(path)] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -108,6 +108,7 @@ def _everything(wanted: Wanted, part: RankPart) -> Batch:
     query = ChunkQuery(
         family=wanted.layout.family(part, wanted.cache_salt),
         chunk_hashes=wanted.hashes,
+        parent_hash=wanted.root,
         partials=tuple(wanted.partial(index, index) for index in range(whole, wanted.num_chunks)),
     )
     return Batch(query, 0, wanted.num_tokens)

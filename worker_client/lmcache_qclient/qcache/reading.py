@@ -113,8 +113,11 @@ class Wanted:
             for item in self.items
             if base <= item.offset < base + len(tokens)
         )
-        parent = self.hashes[index - 1] if index else self.root
-        return PartialChunk(index=place, parent_hash=parent, tokens=tokens, items=items)
+        return PartialChunk(index=place, parent_hash=self.parent(index), tokens=tokens, items=items)
+
+    def parent(self, index: int) -> bytes:
+        """The hash before chunk `index`."""
+        return self.hashes[index - 1] if index else self.root
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,11 @@ def _look_up_hashes(session: Session, wanted: Wanted, part: RankPart) -> list[in
     absent: list[int] = []
     size = batch_size(session)
     for start in range(0, len(wanted.hashes), size):
-        query = ChunkQuery(family=family, chunk_hashes=wanted.hashes[start : start + size])
+        query = ChunkQuery(
+            family=family,
+            chunk_hashes=wanted.hashes[start : start + size],
+            parent_hash=wanted.parent(start),
+        )
         reply: LookupReply = session.ask(LOOKUP_Q, (query,))
         absent += [start + miss.index for miss in reply.missing]
     return [*sorted(absent), *range(len(wanted.hashes), wanted.num_chunks)]
@@ -343,6 +350,7 @@ def _next_batch(
     query = ChunkQuery(
         family=wanted.layout.family(part, wanted.cache_salt),
         chunk_hashes=wanted.hashes[first:stop],
+        parent_hash=wanted.parent(first),
         partials=tuple(wanted.partial(index, index - first) for index in pieces),
     )
     return Batch(query, first, min(num_tokens, stop * wanted.chunk_size))
