@@ -8,6 +8,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lmcache_qserver.face.amounts import duration, size
+
 FETCH_TIMEOUT_S = 5.0
 MAX_STATUS_BYTES = 64 << 20
 
@@ -59,7 +61,7 @@ def table(report: dict[str, Any]) -> str:
 
 def _server(server: dict[str, Any]) -> Iterator[str]:
     state = "ready" if server["ready"] else "not ready"
-    yield f"server     {server['release']}, {state}, pid {server['pid']}, up {_duration(server['uptime_s'])}"
+    yield f"server     {server['release']}, {state}, pid {server['pid']}, up {duration(server['uptime_s'])}"
     yield f"           {server['url']}  {server['http_url']}"
     yield f"           lifeline {server['lifeline']}"
     yield f"           chunks of {server['chunk_size']} tokens; {', '.join(server['features'])}"
@@ -70,8 +72,8 @@ def _pool(pool: dict[str, Any]) -> Iterator[str]:
     capacity = pool["capacity_bytes"]
     used = capacity - pool["free_bytes"]
     yield (
-        f"pool       {_size(used)} of {_size(capacity)} used ({100 * used / capacity:.0f} %), "
-        f"{_size(pool['leased_bytes'])} leased, {pool['evictions']} evictions"
+        f"pool       {size(used)} of {size(capacity)} used ({100 * used / capacity:.0f} %), "
+        f"{size(pool['leased_bytes'])} leased, {pool['evictions']} evictions"
     )
 
 
@@ -79,7 +81,7 @@ def _totals(totals: dict[str, Any]) -> Iterator[str]:
     refused = _reasons(totals["refused"]) or "none"
     yield f"stores     {totals['finished_stores']} of {totals['submitted_stores']} finished"
     yield (
-        f"           chunks: {totals['stored']} stored ({_size(totals['stored_bytes'])}), "
+        f"           chunks: {totals['stored']} stored ({size(totals['stored_bytes'])}), "
         f"{totals['duplicate']} duplicate, refused: {refused}"
     )
 
@@ -109,7 +111,7 @@ def _models(models: Sequence[dict[str, Any]]) -> Iterator[str]:
             one["layout_id"][:12] or "-",
             str(one["chunks"]),
             str(one["chunks"] * one["chunk_size"]),
-            _size(one["bytes"]),
+            size(one["bytes"]),
         )
         for one in models
     ]
@@ -158,22 +160,3 @@ def _reasons(counts: dict[str, int]) -> str:
         for reason, count in sorted(counts.items(), key=lambda item: -item[1])
         if count
     )
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"

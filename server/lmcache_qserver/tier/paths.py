@@ -156,10 +156,9 @@ def salt_segment(salt: str) -> str:
 def quote(model_name: str) -> str:
     """A model name as one segment of a path."""
     raw = model_name.encode()
-    pieces = [chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in raw]
-    if pieces[0] == ".":
-        pieces[0] = "=2E"
-    quoted = "".join(pieces)
+    quoted = "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in raw)
+    if quoted.startswith("."):
+        quoted = f"=2E{quoted[1:]}"
     if len(quoted) <= MAX_MODEL_CHARS:
         return quoted
     digest = blake3(raw, derive_key_context=MODEL_CONTEXT).hexdigest(16)

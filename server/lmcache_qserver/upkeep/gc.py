@@ -1,0 +1,107 @@
+"""`l2 gc`: what has to go because it is too old, or because there is too much.
+
+Deciding is pure; `delete` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+from lmcache_qserver.tier import ChunkStore, Entry
+from lmcache_qserver.upkeep.selection import Selection, find
+
+BATCH_NAMES = 256
+"""Names that are deleted at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What goes, and what stays.
+
+    Attributes:
+        expired: too old.
+        surplus: least recently used of the others, in this order.
+        foreign: names that we do not give: they stay, and are not counted as kept.
+    """
+
+    expired: list[Entry]
+    surplus: list[Entry]
+    kept_objects: int
+    kept_bytes: int
+    foreign: int
+
+
+async def plan(
+    store: ChunkStore, now: float, older_than_s: float | None, max_bytes: int | None
+) -> Plan:
+    """Go through a store and decide; every object that is ours is in memory for it (some 300 bytes each).
+
+    Args:
+        now: seconds since the epoch; ages are by the store's clock.
+        older_than_s: what was put longer ago goes, however often it is used; None: nothing is too old.
+        max_bytes: of all objects; None: any.
+
+    Raises:
+        TierError: the store can't be listed.
+    """
+    entries, foreign = [], 0
+    async for found in find(store, Selection()):
+        if found.address is None:
+            foreign += 1
+        else:
+            entries.append(found.entry)
+    old = [] if older_than_s is None else expired(entries, now - older_than_s)
+    gone = {entry.name for entry in old}
+    rest = [entry for entry in entries if entry.name not in gone]
+    too_much = [] if max_bytes is None else surplus(rest, max_bytes)
+    return Plan(
+        expired=old,
+        surplus=too_much,
+        kept_objects=len(rest) - len(too_much),
+        kept_bytes=_nbytes(rest) - _nbytes(too_much),
+        foreign=foreign,
+    )
+
+
+def expired(entries: Iterable[Entry], before: float) -> list[Entry]:
+    """Those that were put before then (seconds since the epoch), oldest first."""
+    return sorted(
+        (entry for entry in entries if entry.modified < before),
+        key=lambda entry: (entry.modified, entry.name),
+    )
+
+
+def surplus(entries: Iterable[Entry], max_bytes: int) -> list[Entry]:
+    """The fewest of the least recently used, in this order, without which the others have at most `max_bytes`."""
+    by_use = sorted(entries, key=lambda entry: (entry.used, entry.name))
+    excess = _nbytes(by_use) - max_bytes
+    chosen = []
+    for entry in by_use:
+        if excess <= 0:
+            break
+        chosen.append(entry)
+        excess -= entry.nbytes
+    return chosen
+
+
+async def delete(store: ChunkStore, entries: Iterable[Entry]) -> AsyncIterator[list[Entry]]:
+    """Delete them; yields those that are gone, as they go.
+
+    Raises:
+        TierError: the store refuses, or is not there any more; what has not been yielded may be left.
+    """
+    batch: list[Entry] = []
+    for entry in entries:
+        batch.append(entry)
+        if len(batch) == BATCH_NAMES:
+            await store.delete([each.name for each in batch])
+            yield batch
+            batch = []
+    if batch:
+        await store.delete([each.name for each in batch])
+        yield batch
+
+
+def _nbytes(entries: Iterable[Entry]) -> int:
+    return sum(entry.nbytes for entry in entries)

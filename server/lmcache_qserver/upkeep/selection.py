@@ -1,0 +1,98 @@
+"""Which objects of a store are meant: of one model, of one salt, or all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from lmcache_qprotocol.keys import FEATURE_SUFFIX
+from lmcache_qprotocol.limits import MAX_NAME_CHARS
+from lmcache_qserver.tier import ChunkStore, Entry
+from lmcache_qserver.tier.chunk_store import QUARANTINE
+from lmcache_qserver.tier.paths import NO_SALT, VERSION, Address, parse_name, quote, unquote
+
+FEATURE_MARK = "##"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is meant; nothing set means everything.
+
+    Attributes:
+        model_name: as the engine knows it: all of its features; with a feature's suffix (`M##query`): that one.
+        salt: digest of the salt (`salt_digest`), as in `Address`; empty for objects without one.
+
+    Raises:
+        ValueError: no model has such a name.
+    """
+
+    model_name: str | None = None
+    salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_name is not None:
+            self.model_name.encode()  # arguments that are no UTF-8 fail here
+            if not 1 <= len(self.model_name) <= MAX_NAME_CHARS:
+                raise ValueError(f"a model's name has 1 to {MAX_NAME_CHARS} characters")
+
+    def holds(self, address: Address) -> bool:
+        """Whether the object is meant."""
+        return self.salt in (None, address.salt) and self.holds_model(address.model_folder)
+
+    def holds_model(self, folder: str) -> bool:
+        """Whether the model of this folder is meant."""
+        wanted = self.model_name
+        if wanted is None:
+            return True
+        if FEATURE_MARK in wanted:
+            return folder == quote(wanted)
+        name = unquote(folder)
+        if name is not None:
+            return name == wanted or name.startswith(wanted + FEATURE_MARK)
+        # The folder holds a digest instead of the name's end: only features that we know can be recognized.
+        return any(folder == quote(wanted + suffix) for suffix in ("", *FEATURE_SUFFIX.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies in a store.
+
+    Attributes:
+        address: what the name tells; None for a foreign object, whose name is none that we give.
+    """
+
+    entry: Entry
+    address: Address | None
+
+
+async def find(store: ChunkStore, selection: Selection) -> AsyncIterator[Found]:
+    """What is meant, as the store lists it; foreign objects too, where they lie among it. Not what is in quarantine.
+
+    Raises:
+        TierError: the store can't be listed (any more).
+    """
+    for prefix in await _prefixes(store, selection):
+        async for entry in store.list(prefix):
+            if entry.name.startswith(f"{QUARANTINE}/"):
+                continue
+            address = parse_name(entry.name)
+            if address is None or selection.holds(address):
+                yield Found(entry, address)
+
+
+async def _prefixes(store: ChunkStore, selection: Selection) -> list[str]:
+    """The fewest below which everything lies that is meant."""
+    if selection.model_name is None:
+        return [""]
+    models = [
+        folder
+        for folder in await store.folders(VERSION)
+        if selection.holds_model(folder.rpartition("/")[2])
+    ]
+    if selection.salt is None:
+        return models
+    return [
+        f"{layout}/{selection.salt or NO_SALT}"
+        for model in models
+        for layout in await store.folders(model)
+    ]
