@@ -1,4 +1,4 @@
-"""The command line: `lmcache-qserver start`, `status` and `verify`."""
+"""The command line: `lmcache-qserver start`, `status` and `verify`; `l2` is in l2_cli.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import ENV_PREFIX, Config, ConfigError, default_text, parse_field
+from lmcache_qserver.l2_cli import l2
 
 DEFAULT_HTTP_URL = f"http://{Config.http_host}:{Config.http_port}"
 
@@ -96,6 +97,9 @@ cli.add_command(
         help=_start.__doc__,
     )
 )
+
+
+cli.add_command(l2)
 
 
 @cli.command()

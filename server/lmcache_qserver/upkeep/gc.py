@@ -5,7 +5,7 @@ Deciding is pure; `delete` does it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from lmcache_qserver.tier import ChunkStore, Entry
@@ -85,21 +85,21 @@ def surplus(entries: Iterable[Entry], max_bytes: int) -> list[Entry]:
     return chosen
 
 
-async def delete(store: ChunkStore, entries: Iterable[Entry]) -> AsyncIterator[list[Entry]]:
+async def delete(
+    store: ChunkStore, entries: Sequence[Entry], dry_run: bool = False
+) -> AsyncIterator[Sequence[Entry]]:
     """Delete them; yields those that are gone, as they go.
+
+    Args:
+        dry_run: only say so.
 
     Raises:
         TierError: the store refuses, or is not there any more; what has not been yielded may be left.
     """
-    batch: list[Entry] = []
-    for entry in entries:
-        batch.append(entry)
-        if len(batch) == BATCH_NAMES:
-            await store.delete([each.name for each in batch])
-            yield batch
-            batch = []
-    if batch:
-        await store.delete([each.name for each in batch])
+    for first in range(0, len(entries), BATCH_NAMES):
+        batch = entries[first : first + BATCH_NAMES]
+        if not dry_run:
+            await store.delete([entry.name for entry in batch])
         yield batch
 
 

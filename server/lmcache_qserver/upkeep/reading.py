@@ -30,7 +30,7 @@ class Memory:
         """One that nobody uses."""
         if self._free:
             return self._free.pop()
-        return memoryview(np.empty(self._piece_bytes, np.uint8))
+        return np.empty(self._piece_bytes, np.uint8).data
 
     def give_back(self, piece: memoryview, transfer: Transfer[None] | None) -> None:
         """It is free when the last transfer into it is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Selection:
         salt: digest of the salt (`salt_digest`), as in `Address`; empty for objects without one.
 
     Raises:
-        ValueError: no model has such a name.
+        ValueError: no model has such a name, or no salt such a digest.
     """
 
     model_name: str | None = None
@@ -34,6 +35,8 @@ class Selection:
             self.model_name.encode()  # arguments that are no UTF-8 fail here
             if not 1 <= len(self.model_name) <= MAX_NAME_CHARS:
                 raise ValueError(f"a model's name has 1 to {MAX_NAME_CHARS} characters")
+        if self.salt and re.fullmatch(r"[0-9a-f]{32}", self.salt) is None:
+            raise ValueError("a salt's digest has 32 hex digits, in small letters")
 
     def holds(self, address: Address) -> bool:
         """Whether the object is meant."""

@@ -30,8 +30,9 @@ class Tally:
         self.objects += 1
         self.pieces += is_piece
         self.nbytes += entry.nbytes
-        self.oldest = min(entry.modified, self.oldest or entry.modified)
-        self.newest = max(entry.modified, self.newest or entry.modified)
+        when = entry.modified
+        self.oldest = when if self.oldest is None else min(when, self.oldest)
+        self.newest = when if self.newest is None else max(when, self.newest)
 
 
 @dataclass(slots=True)
