@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from lmcache_qserver import installed_version
 from lmcache_qserver.config import ENV_PREFIX, Config, ConfigError, default_text, parse_field
 from lmcache_qserver.l2_cli import l2
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 DEFAULT_HTTP_URL = f"http://{Config.http_host}:{Config.http_port}"
 
@@ -123,34 +126,97 @@ def status(http_url: str, as_json: bool) -> None:
     click.echo(text.rstrip() if as_json else table(report))
 
 
-@cli.command()
-@click.option(
-    "--url",
-    default=Config.url,
-    envvar=ENV_PREFIX + "URL",
-    show_default=True,
-    show_envvar=True,
-    help="Where the daemon serves workers and SDKs.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=300.0,
-    show_default=True,
-    type=click.FloatRange(0.1, 1e6),
-    help="Seconds to wait; a daemon hashes some gigabytes in one.",
-)
-def verify(url: str, timeout_s: float) -> None:
-    """Hash all that a running daemon stores, and drop what has changed in memory.
+def _ask_options(timeout_s: float, what: str) -> Callable[[_Command], _Command]:
+    """--url and --timeout of a command that asks a running daemon."""
 
-    Exits with 1 if anything had.
-    """
-    from lmcache_qserver.face.verify import VerifyFailed, in_words
-    from lmcache_qserver.face.verify import verify as ask
+    def add(command: _Command) -> _Command:
+        command = click.option(
+            "--timeout",
+            "timeout_s",
+            default=timeout_s,
+            show_default=True,
+            type=click.FloatRange(0.1, 1e6),
+            help=f"Seconds to wait{what}.",
+        )(command)
+        return click.option(
+            "--url",
+            default=Config.url,
+            envvar=ENV_PREFIX + "URL",
+            show_default=True,
+            show_envvar=True,
+            help="Where the daemon serves workers and SDKs.",
+        )(command)
+
+    return add
+
+
+def _ask(
+    url: str, operation: str, payloads: Sequence[Any], timeout_s: float, **options: bool
+) -> Any:
+    from lmcache_qprotocol.operations import BY_NAME
+    from lmcache_qserver.face.asking import AskFailed, ask_daemon
 
     try:
-        reply = ask(url, timeout_s)
-    except VerifyFailed as error:
+        return ask_daemon(url, BY_NAME[operation], payloads, timeout_s, **options)
+    except AskFailed as error:
         raise click.ClickException(str(error)) from None
+
+
+@cli.command()
+@_ask_options(300.0, "; a daemon hashes some gigabytes in one")
+def verify(url: str, timeout_s: float) -> None:
+    """Hash all that a running daemon stores in memory, and drop what has changed.
+
+    Exits with 1 if anything had. `lmcache-qserver l2 verify` does the same for the persistent tier.
+    """
+    from lmcache_qserver.face.verify import in_words
+
+    reply = _ask(url, "verify_q", (), timeout_s)
     click.echo(in_words(reply))
     sys.exit(1 if reply.corrupt else 0)
+
+
+@cli.command()
+@_ask_options(60.0, " until all is written")
+def flush(url: str, timeout_s: float) -> None:
+    """Wait until everything that a running daemon stores is in its persistent tier.
+
+    Exits with 1 if it is not.
+    """
+    reply = _ask(url, "flush_q", (int(timeout_s * 1000),), timeout_s + 5.0)
+    if reply.persisted:
+        click.echo("everything is persisted")
+        return
+    raise click.ClickException(f"{reply.waiting} objects are not persisted: {reply.message}")
+
+
+@cli.command()
+@click.option(
+    "--model",
+    required=True,
+    help="As the engine calls it: all its features; MODEL##query: that one.",
+)
+@click.option("--salt", help="Only what has this cache salt.")
+@click.option("--no-salt", is_flag=True, help="Only what has no salt.")
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@_ask_options(300.0, "")
+def purge(
+    url: str, timeout_s: float, model: str, salt: str | None, no_salt: bool, yes: bool
+) -> None:
+    """Delete what a running daemon stores of a model, or of one salt of it, in memory and in the persistent tier.
+
+    Other daemons on the same persistent tier keep what they have in memory: purge each.
+    """
+    if salt is not None and no_salt:
+        raise click.UsageError("--salt and --no-salt exclude each other")
+    of = "" if salt is None and not no_salt else " without a salt" if no_salt else " of that salt"
+    if not yes:
+        click.confirm(f"Delete everything of {model}{of} in {url}?", abort=True)
+    payloads = (model, "" if no_salt else salt)
+    reply = _ask(url, "purge_q", payloads, timeout_s, attach=True)
+    click.echo(
+        f"{reply.dropped} objects dropped from memory, {reply.deleted} deleted in the persistent tier "
+        f"({reply.deleted_bytes / 1e9:.2f} GB)"
+    )
+    if reply.message:
+        raise click.ClickException(reply.message)

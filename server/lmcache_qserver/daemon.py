@@ -57,6 +57,7 @@ FEATURES = tuple(FEATURE_SUFFIX)
 LEASE_SCAN_S = 5.0
 UPLOAD_SCAN_S = 1.0
 CLIENT_SCAN_S = 30.0
+OBJECT_SCAN_S = 5.0
 MIN_REAP_SCAN_S = 0.05
 BULK_OUTSTANDING_BYTES = 4 * MAX_BULK_BYTES
 """Of one client."""
@@ -124,6 +125,7 @@ class Daemon:
             inline_checksums=config.checksum == "inline",
             upload_timeout_s=config.upload_timeout_s,
             persist=_persist_settings(config),
+            ttl_s=config.ttl_s,
             clock=clock,
         )
         self._opening = TierOpening(config.l2_timeout_s, clock)
@@ -184,6 +186,7 @@ class Daemon:
             self._every(LEASE_SCAN_S, self._expire_leases)
             self._every(UPLOAD_SCAN_S, self._expire_uploads)
             self._every(CLIENT_SCAN_S, self._expire_clients)
+            self._every(OBJECT_SCAN_S, self._expire_objects)
             if self._config.reap_timeout_s > 0:
                 self._every(max(self._config.reap_timeout_s / 4, MIN_REAP_SCAN_S), self._reap)
             stop = asyncio.create_task(self._stop_asked.wait())
@@ -314,6 +317,9 @@ class Daemon:
 
     async def _expire_uploads(self) -> None:
         self._module.expire_uploads(self._clock())
+
+    async def _expire_objects(self) -> None:
+        await self._module.expire_objects(self._clock())
 
     async def _expire_clients(self) -> None:
         self._clients.expire(self._clock())

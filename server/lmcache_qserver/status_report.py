@@ -343,6 +343,44 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     ]
     index_s: Annotated[float, Meta(description="seconds that this took")]
     foreign: Annotated[int, Meta(description="files found there that are none of ours")]
+    swept: Annotated[
+        dict[str, int],
+        Meta(
+            description="objects deleted there since the start: `expired` (too old), `surplus` (unused for the longest "
+            "time, because there was too much)"
+        ),
+    ]
+    swept_bytes: Annotated[int, Meta(description="their bytes")]
+
+
+NO_TIER = TierReport(
+    url="",
+    state="none",
+    submitted=0,
+    written=0,
+    written_bytes=0,
+    already_there=0,
+    waiting=0,
+    waiting_bytes=0,
+    writing=0,
+    pinned_bytes=0,
+    lost={"evicted": 0, "expired": 0, "purged": 0, "corrupt": 0, "failed": 0},
+    errors={"unavailable": 0, "full": 0, "refused": 0, "failed": 0},
+    brought=0,
+    brought_bytes=0,
+    fetching=0,
+    absent=0,
+    missed={"corrupt": 0, "expired": 0, "pool_full": 0, "unavailable": 0},
+    quarantined=0,
+    objects=0,
+    bytes=0,
+    indexing=False,
+    index_s=0.0,
+    foreign=0,
+    swept={"expired": 0, "surplus": 0},
+    swept_bytes=0,
+)
+"""What a server without one would say; what has labels has all of them."""
 
 
 class LanesReport(msgspec.Struct, frozen=True, kw_only=True):

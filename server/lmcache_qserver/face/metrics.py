@@ -11,10 +11,10 @@ numbers of workers that went on, which looks like one step up; ratios of two suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -22,7 +22,9 @@ from prometheus_client.registry import Collector
 from lmcache_qprotocol.errors import ErrorCode
 from lmcache_qserver import installed_version
 from lmcache_qserver.events import Event, EventBus, StoreEnd, StoreSubmitted
+from lmcache_qserver.face.families import counter, counters, gauge, gauges
 from lmcache_qserver.face.status import ServerState
+from lmcache_qserver.face.tier_metrics import tier_metrics
 from lmcache_qserver.qstore.totals import SERVER_REASONS
 from lmcache_qserver.status_report import (
     ChecksumsReport,
@@ -35,8 +37,6 @@ from lmcache_qserver.wire.counts import WireCounts
 STORE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 RESULTS = ("stored", "duplicate", "refused")
-
-Values = Mapping[str, float]
 
 
 class StoreMetrics:
@@ -136,8 +136,8 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at each scrape."""
         report = self._state.module.report()
-        yield _gauges("build_info", "The release.", "version", {installed_version(): 1})
-        yield _gauge("ready", "1 when /readyz says so.", not self._state.why_not_ready())
+        yield gauges("build_info", "The release.", "version", {installed_version(): 1})
+        yield gauge("ready", "1 when /readyz says so.", not self._state.why_not_ready())
         yield from _of_pool(report)
         yield from _of_stores(report)
         yield from _of_checksums(report.checksums)
@@ -145,13 +145,14 @@ class ServerMetrics(Collector):
         yield from _of_leases(report)
         yield from _of_instances(report)
         yield from _of_workers(report.coverage)
+        yield from tier_metrics(report.l2)
         yield from self._of_wire()
 
     def _of_wire(self) -> Iterator[Metric]:
         counts, clients = self._counts, self._state.clients
-        yield _gauge("clients", "Clients by routing identity.", len(clients))
-        yield _gauge("sessions", "Clients that said hello.", clients.sessions)
-        yield _gauge("lifelines", "Open lifeline connections.", self._lifelines())
+        yield gauge("clients", "Clients by routing identity.", len(clients))
+        yield gauge("sessions", "Clients that said hello.", clients.sessions)
+        yield gauge("lifelines", "Open lifeline connections.", self._lifelines())
         requests = CounterMetricFamily(
             "lmcache_qserver_requests",
             "Requests, by operation and ok or error code.",
@@ -160,25 +161,25 @@ class ServerMetrics(Collector):
         for labels, count in counts.requests.items():
             requests.add_metric(labels, count)
         yield requests
-        yield _counter(
+        yield counter(
             "messages_unanswerable",
             "Messages without the frames of an answer.",
             counts.unanswerable,
         )
-        yield _counter(
+        yield counter(
             "failures_silenced", "Failures that a legacy client can't be told of.", counts.silenced
         )
-        yield _counter(
+        yield counter(
             "answers_undeliverable",
             "Answers whose client had gone or did not read.",
             counts.undeliverable,
         )
-        yield _counter(
+        yield counter(
             "lifeline_refused_peers",
             "Connections to the lifeline refused.",
             counts.lifeline_refused_peers,
         )
-        yield _counter(
+        yield counter(
             "lifeline_refused_packets",
             "Packets on the lifeline refused.",
             counts.lifeline_refused_packets,
@@ -205,43 +206,41 @@ def _of_pool(report: StoreReport) -> Iterator[Metric]:
         "committed": pool.committed_bytes,
         "leased": pool.leased_bytes,
     }
-    yield _gauges(
-        "pool_bytes", "Bytes of the pool; the states add up to its size.", "state", states
-    )
-    yield _gauge("pool_padding_bytes", "Bytes of the pool that round slots up.", pool.padding_bytes)
-    yield _gauge("pool_slots", "Slots that are in use.", pool.slots)
-    yield _counter("pool_evictions", "Slots evicted to make room.", pool.evictions)
-    yield _counter("pool_evicted_bytes", "Bytes of evicted slots.", pool.evicted_bytes)
+    yield gauges("pool_bytes", "Bytes of the pool; the states add up to its size.", "state", states)
+    yield gauge("pool_padding_bytes", "Bytes of the pool that round slots up.", pool.padding_bytes)
+    yield gauge("pool_slots", "Slots that are in use.", pool.slots)
+    yield counter("pool_evictions", "Slots evicted to make room.", pool.evictions)
+    yield counter("pool_evicted_bytes", "Bytes of evicted slots.", pool.evicted_bytes)
 
 
 def _of_stores(report: StoreReport) -> Iterator[Metric]:
     totals, lanes = report.totals, report.lanes
     rejected = {code.value: totals.rejected_stores.get(code.value, 0) for code in ErrorCode}
-    yield _counters(
+    yield counters(
         "stores_rejected",
         "Stores that failed their checks: they never count as submitted.",
         "code",
         rejected,
     )
-    yield _counter(
+    yield counter(
         "copy_bytes",
         "Bytes that finished copies out of rings moved, proven or not.",
         totals.copied_bytes,
     )
-    yield _counter(
+    yield counter(
         "copy_seconds",
         "Seconds that copies out of rings took, added up over workers that copy side by side.",
         totals.copy_s,
     )
-    yield _counter(
+    yield counter(
         "nonfinite_objects", "Stored objects that hold NaN or Inf.", totals.nonfinite_objects
     )
-    yield _counter(
+    yield counter(
         "nonfinite_rows",
         "Rows (of one token in one layer) of them that do.",
         totals.nonfinite_rows,
     )
-    yield _gauge(
+    yield gauge(
         "hung_lanes",
         "Copies that hang, of workers that are there or have gone.",
         lanes.hung + lanes.stuck_after_release,
@@ -249,23 +248,23 @@ def _of_stores(report: StoreReport) -> Iterator[Metric]:
 
 
 def _of_checksums(checksums: ChecksumsReport) -> Iterator[Metric]:
-    yield _counter("checksums_made", "Checksums of objects that were made.", checksums.made)
-    yield _counter(
+    yield counter("checksums_made", "Checksums of objects that were made.", checksums.made)
+    yield counter(
         "checksums_verified", "Times that an object's bytes agreed with it.", checksums.verified
     )
-    yield _counter(
+    yield counter(
         "objects_corrupt", "Objects dropped because their bytes had changed.", checksums.corrupt
     )
-    yield _counter(
+    yield counter(
         "objects_unexamined",
         "Objects that could not be looked at behind their store.",
         checksums.failed,
     )
-    yield _gauge("checksums_waiting", "Objects that wait for their checksum.", checksums.waiting)
+    yield gauge("checksums_waiting", "Objects that wait for their checksum.", checksums.waiting)
 
 
 def _of_reads(reads: ReadsReport) -> Iterator[Metric]:
-    yield _counters("hits", "Objects that readers asked for and found.", "operation", reads.hits)
+    yield counters("hits", "Objects that readers asked for and found.", "operation", reads.hits)
     misses = CounterMetricFamily(
         "lmcache_qserver_misses",
         "Chunks that readers asked for in vain, and gaps within a chunk, by reason.",
@@ -275,9 +274,9 @@ def _of_reads(reads: ReadsReport) -> Iterator[Metric]:
         for reason, count in reasons.items():
             misses.add_metric([operation, reason], count)
     yield misses
-    yield _counter("retrieved_chunks", "Objects leased to readers.", reads.retrieved_chunks)
-    yield _counter("retrieved_bytes", "Bytes of objects leased to readers.", reads.retrieved_bytes)
-    yield _counter(
+    yield counter("retrieved_chunks", "Objects leased to readers.", reads.retrieved_chunks)
+    yield counter("retrieved_bytes", "Bytes of objects leased to readers.", reads.retrieved_bytes)
+    yield counter(
         "retrieves_capped",
         "Retrieves that were cut off, because the reader held as much as it may.",
         reads.capped,
@@ -286,37 +285,37 @@ def _of_reads(reads: ReadsReport) -> Iterator[Metric]:
 
 def _of_leases(report: StoreReport) -> Iterator[Metric]:
     leases = report.leases
-    yield _gauge("leases", "Leases of readers.", leases.count)
-    yield _gauge("leased_bytes", "Bytes under lease, counted once per lease.", leases.bytes)
-    yield _counter(
+    yield gauge("leases", "Leases of readers.", leases.count)
+    yield gauge("leased_bytes", "Bytes under lease, counted once per lease.", leases.bytes)
+    yield counter(
         "leases_expired", "Leases that ended because their time was over.", leases.expired
     )
 
 
 def _of_instances(report: StoreReport) -> Iterator[Metric]:
     rings = report.rings
-    yield _gauge("instances", "Workers that are registered.", len(report.registered_q_ids))
-    yield _counter(
+    yield gauge("instances", "Workers that are registered.", len(report.registered_q_ids))
+    yield counter(
         "instances_registered",
         "Registrations of workers; those that only refresh do not count.",
         report.instances.registered,
     )
-    yield _counters(
+    yield counters(
         "instances_released",
         "Workers released, by cause; reaped: it was silent for too long.",
         "cause",
         report.instances.released,
     )
-    yield _gauge("ring_blocks", "Ring blocks of all registered workers.", rings.blocks)
-    yield _gauge(
+    yield gauge("ring_blocks", "Ring blocks of all registered workers.", rings.blocks)
+    yield gauge(
         "ring_used_blocks", "Ring blocks in use, as registered workers last reported.", rings.used
     )
-    yield _gauge(
+    yield gauge(
         "ring_high_water_blocks",
         "Most ring blocks ever in use, added up over registered workers.",
         rings.high_water,
     )
-    yield _gauge(
+    yield gauge(
         "ring_high_water_ratio",
         "The largest part of its ring that any registered worker has ever used, 0 to 1.",
         rings.highest_ratio,
@@ -325,55 +324,31 @@ def _of_instances(report: StoreReport) -> Iterator[Metric]:
 
 def _of_workers(coverage: CoverageReport) -> Iterator[Metric]:
     requests = coverage.requests
-    yield _counter("worker_tokens_computed", "Tokens that workers computed.", coverage.computed)
-    yield _counter(
+    yield counter("worker_tokens_computed", "Tokens that workers computed.", coverage.computed)
+    yield counter(
         "worker_tokens_captured",
         "Tokens that workers computed and that are stored.",
         coverage.captured,
     )
-    yield _counters(
+    yield counters(
         "worker_tokens_lost",
         "Tokens that workers computed and that are not stored, by reason.",
         "reason",
         coverage.lost,
     )
-    yield _gauge(
+    yield gauge(
         "worker_tokens_pending",
         "Tokens that workers computed, in open chunks and stores under way.",
         coverage.pending,
     )
-    yield _counters(
+    yield counters(
         "worker_requests",
         "Requests that have ended, by how much was captured of what they computed.",
         "coverage",
         {"whole": requests.whole, "partial": requests.partial, "none": requests.none},
     )
-    yield _counter(
+    yield counter(
         "worker_ring_wait_seconds",
         "Seconds that engines waited for ring blocks; see lmcache.q.on_full.",
         coverage.waited_s,
     )
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"lmcache_qserver_{name}", text, value=value)
-
-
-def _gauges(name: str, text: str, label: str, values: Values) -> GaugeMetricFamily:
-    """One gauge per value of a label."""
-    family = GaugeMetricFamily(f"lmcache_qserver_{name}", text, labels=[label])
-    for label_value, number in values.items():
-        family.add_metric([label_value], number)
-    return family
-
-
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"lmcache_qserver_{name}", text, value=value)
-
-
-def _counters(name: str, text: str, label: str, values: Values) -> CounterMetricFamily:
-    """One counter per value of a label."""
-    family = CounterMetricFamily(f"lmcache_qserver_{name}", text, labels=[label])
-    for label_value, number in values.items():
-        family.add_metric([label_value], number)
-    return family

@@ -51,6 +51,7 @@ def table(report: dict[str, Any]) -> str:
             *_server(report["server"]),
             *_pool(report["pool"]),
             *_totals(report["totals"]),
+            *_persistent(report["l2"]),
             *_instances(report["q_context_meta"]),
             *_models(report["models"]),
             *_coverage(report["coverage"]),
@@ -86,6 +87,23 @@ def _totals(totals: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _persistent(tier: dict[str, Any] | None) -> Iterator[str]:
+    if tier is None:
+        yield "persists   nothing (--l2 none)"
+        return
+    yield (
+        f"persists   {tier['url']}, {tier['state']}: {tier['objects']} objects ({size(tier['bytes'])}) known there"
+        f"{', being looked through' if tier['indexing'] else ''}"
+    )
+    lost = _reasons(tier["lost"]) or "none"
+    yield (
+        f"           {tier['written']} written, {tier['already_there']} there before, "
+        f"{tier['waiting'] + tier['writing']} waiting ({size(tier['waiting_bytes'])}), lost: {lost}"
+    )
+    trouble = _reasons({**tier["errors"], "corrupt": tier["quarantined"]})
+    yield f"           {tier['brought']} read back ({size(tier['brought_bytes'])}), trouble: {trouble or 'none'}"
+
+
 def _instances(meta: dict[str, dict[str, Any]]) -> Iterator[str]:
     rows = [
         (
@@ -112,11 +130,14 @@ def _models(models: Sequence[dict[str, Any]]) -> Iterator[str]:
             str(one["chunks"]),
             str(one["chunks"] * one["chunk_size"]),
             size(one["bytes"]),
+            str(one["persisted"]),
         )
         for one in models
     ]
     yield from _section(
-        "models", ("model", "rank", "layout", "chunks", "tokens at most", "bytes"), rows
+        "models",
+        ("model", "rank", "layout", "chunks", "tokens at most", "bytes", "persisted"),
+        rows,
     )
 
 

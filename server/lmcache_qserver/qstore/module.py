@@ -73,6 +73,11 @@ from lmcache_qserver.status_report import (
     StoreReport,
 )
 
+TTL_SHARE = 0.1
+"""Of the age at which objects go: how much later they may."""
+GO_THROUGH_S = 600.0
+"""How often it is looked what lies in the persistent tier: other servers, and people, write and delete there, too."""
+
 
 class QStoreModule:
     """All state of the store; every method is called on the event loop.
@@ -88,6 +93,7 @@ class QStoreModule:
         inline_checksums: whether a store's answer waits for the checksums of its objects (checksums.py).
         max_lease_share: part of the pool that one client may lease, in (0, 1]; and reserve by unfinished uploads.
         upload_timeout_s: seconds after which an upload that is not complete is given up.
+        ttl_s: age at which objects go; 0: never.
         persist: the persistent tier; None: there is none. `persistence.attach` opens it.
         clock: seconds, monotonic; measures how long stores take.
         wall: seconds since the epoch.
@@ -111,6 +117,7 @@ class QStoreModule:
         inline_checksums: bool = False,
         upload_timeout_s: float = 60.0,
         persist: PersistSettings | None = None,
+        ttl_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -133,6 +140,8 @@ class QStoreModule:
         self._stores: set[asyncio.Future[Any]] = set()
         """Stores under way, uploads among them."""
         self._draining = False
+        self._ttl_s = ttl_s
+        self._gone_through = clock()
         self._inline_checksums = inline_checksums
         self._checksums = Checksums(
             self.index, lambda: bool(self._stores), self._totals.add_nonfinite
@@ -582,6 +591,20 @@ class QStoreModule:
         for stored in objects:
             self.index.discard(stored, MissReason.PURGED)
         return len(objects)
+
+    async def expire_objects(self, now: float) -> None:
+        """Drop what is too old, in every tier, and too much in the persistent one. Call it every few seconds."""
+        persistence = self.persistence
+        if self._ttl_s:
+            for stored in self.index.objects():
+                if now - stored.created > self._ttl_s:
+                    self.index.discard(stored, MissReason.EXPIRED)
+        if persistence is None or not persistence.surveyed:
+            return
+        every_s = min(GO_THROUGH_S, self._ttl_s * TTL_SHARE) if self._ttl_s else GO_THROUGH_S
+        if persistence.is_too_full() or now - self._gone_through > every_s:
+            self._gone_through = now
+            await persistence.go_through()
 
     def expire_leases(self, now: float) -> int:
         """End the leases whose time is over; how many there were. Call it every few seconds."""

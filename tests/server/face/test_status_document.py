@@ -49,7 +49,7 @@ def ring_on_a_device(daemon: RunningDaemon) -> Iterator[None]:
 def busy_status() -> Any:
     """A status in which nothing is empty."""
     with (
-        running_daemon(chunk_size=TOKENS, devices="sim") as daemon,
+        running_daemon(chunk_size=TOKENS, devices="sim", l2="memory://") as daemon,
         wire_session(daemon) as session,
         ring_on_a_device(daemon),
     ):

@@ -84,7 +84,7 @@ def test_what_is_stored_is_verified_and_what_has_changed_is_dropped() -> None:
 def test_a_daemon_that_is_not_there_is_told_clearly(
     url: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_qserver.face.verify.HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("lmcache_qserver.face.asking.HELLO_TIMEOUT_S", 0.2)
     result = CliRunner().invoke(cli, ["verify", "--url", url, "--timeout", "0.2"])
     assert result.exit_code == 1
     assert said in result.output

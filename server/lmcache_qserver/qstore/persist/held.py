@@ -35,6 +35,7 @@ class Held:
         self._names: set[int] = set()
         self.holdings: dict[str, Holding] = {}
         """By the folder of their layout."""
+        self._fresh: Held | None = None
 
     def __len__(self) -> int:
         """Names."""
@@ -54,6 +55,8 @@ class Held:
         Args:
             nbytes: header included.
         """
+        if self._fresh is not None:
+            self._fresh.add(name, address, nbytes)
         if hash(name) in self._names:
             return
         self._names.add(hash(name))
@@ -63,6 +66,8 @@ class Held:
 
     def remove(self, name: str, address: Address, nbytes: int) -> None:
         """It does not lie there any more; nothing if it was not known to."""
+        if self._fresh is not None:
+            self._fresh.remove(name, address, nbytes)
         if hash(name) not in self._names:
             return
         self._names.remove(hash(name))
@@ -70,10 +75,20 @@ class Held:
         holding.objects -= 1
         holding.nbytes -= nbytes
 
-    def clear(self) -> None:
-        """Nothing is known any more."""
-        self._names.clear()
-        self.holdings.clear()
+    def begin_anew(self) -> Held:
+        """An empty one, to be filled by whoever goes through the store; what is added here is added there, too."""
+        self._fresh = Held()
+        return self._fresh
+
+    def take(self, fresh: Held) -> None:
+        """Know from now on what `fresh` does, and no more; descriptions stay."""
+        if self._fresh is not fresh:
+            return  # somebody else has begun anew since
+        self._fresh = None
+        for folder, holding in fresh.holdings.items():
+            if before := self.holdings.get(folder):
+                holding.kind, holding.description = before.kind, before.description
+        self._names, self.holdings = fresh._names, fresh.holdings
 
     def forget(self, name: str) -> None:
         """It does not lie there any more, whatever its length was."""

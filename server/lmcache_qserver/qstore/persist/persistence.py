@@ -2,7 +2,7 @@
 
     commit ─▶ note_stored ─▶ write_behind ─▶ the store            lookup, retrieve ─▶ read_through ─▶ the store
     a store of what is not in the pool ─▶ is_held, confirm        at the start ─▶ survey
-    every minute ─▶ upkeep: age, size
+    every few minutes, and when it is too full ─▶ sweep
 
 The server begins without a store and serves; `attach` comes when it is open. Event loop only.
 """
@@ -24,14 +24,17 @@ from lmcache_qserver.qstore.index import Index
 from lmcache_qserver.qstore.inventory import Kind, kind_of_report, report_of
 from lmcache_qserver.qstore.persist.held import Held, Holding
 from lmcache_qserver.qstore.persist.l2_search import find_name, names_of
-from lmcache_qserver.qstore.persist.purging import Purge, purge_store
+from lmcache_qserver.qstore.persist.purging import Purge
 from lmcache_qserver.qstore.persist.read_through import MISSES, ReadThrough
-from lmcache_qserver.qstore.persist.survey import Survey, learn_layouts, list_all
+from lmcache_qserver.qstore.persist.records import name_of_stored
+from lmcache_qserver.qstore.persist.survey import learn_layouts
+from lmcache_qserver.qstore.persist.sweep import Swept, inspect, sweep
 from lmcache_qserver.qstore.persist.write_behind import ERRORS, LOST, WriteBehind
 from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.status_report import ModelReport, TierReport
 from lmcache_qserver.tier import ChunkStore, PutOutcome, TierError
 from lmcache_qserver.tier.threads import Threads
+from lmcache_qserver.upkeep.purge import purge
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,10 @@ class Persistence:
         drop_corrupt: forgets an object whose bytes have changed in memory.
         wall: seconds since the epoch.
         clock: seconds, monotonic.
+
+    Attributes:
+        surveyed, survey_s: whether what lay there at the start is known, and the seconds that this took.
+        foreign: names found there that no key has.
     """
 
     def __init__(
@@ -86,7 +93,10 @@ class Persistence:
     ) -> None:
         self.settings = settings
         self.held = Held()
-        self.survey = Survey()
+        self.swept = Swept()
+        self.surveyed = False
+        self.survey_s = 0.0
+        self.foreign = 0
         self.writes = WriteBehind(
             index,
             self.held,
@@ -108,6 +118,7 @@ class Persistence:
         )
         self._index = index
         self._clock = clock
+        self._wall = wall
         self._store: ChunkStore | None = None
         self._threads: Threads | None = None
         self._surveying: asyncio.Task[None] | None = None
@@ -186,11 +197,11 @@ class Persistence:
         if self._store is None:
             return 0, 0, "the persistent tier is not open yet: purge again when it is"
         try:
-            objects, nbytes = await purge_store(self._store, what)
+            counts = await purge(self._store, what.model_name, what.salt)
         except TierError as error:
             return 0, 0, f"the persistent tier: {error}; some may be left, purge again"
-        await self._resurvey(self._store)
-        return objects, nbytes, ""
+        await self.go_through()
+        return counts.objects, counts.nbytes, ""
 
     # --- the whole ----------------------------------------------------------------------------------------------
 
@@ -250,28 +261,57 @@ class Persistence:
             quarantined=reads.quarantined,
             objects=len(self.held),
             bytes=self.held.nbytes,
-            indexing=self._store is not None and not self.survey.over,
-            index_s=self.survey.seconds,
-            foreign=self.survey.foreign,
+            indexing=self._store is not None and not self.surveyed,
+            index_s=self.survey_s,
+            foreign=self.foreign,
+            swept={"expired": self.swept.expired, "surplus": self.swept.surplus},
+            swept_bytes=self.swept.nbytes,
         )
 
-    async def _resurvey(self, store: ChunkStore) -> None:
-        """Learn anew what lies there; what this server has written meanwhile is taken down as it is written."""
-        self.held.clear()
-        self.survey = Survey()
-        await self._survey(store)
+    async def go_through(self) -> None:
+        """See what lies there, and delete what is too old or too much. Call it every few minutes.
+
+        Of files all; of a bucket nothing: who shares it gives it lifecycle rules.
+        """
+        if self._store is None or not self.is_local:
+            return
+        settings = self.settings
+        try:
+            inspected = await inspect(self._store, self.held, keep_entries=self._may_delete())
+            self.foreign = inspected.foreign
+            gone = await sweep(
+                self._store,
+                self.held,
+                inspected,
+                max_bytes=settings.max_bytes,
+                ttl_s=settings.ttl_s,
+                wall=self._wall(),
+                swept=self.swept,
+            )
+        except TierError as error:
+            logger.warning("the persistent tier could not be gone through: %s", error)
+            return
+        if gone:
+            for stored in self._index.objects():
+                stored.persisted = stored.persisted and name_of_stored(stored) not in gone
+
+    def is_too_full(self) -> bool:
+        """Whether it holds more than it may."""
+        limit = self.settings.max_bytes
+        return self.is_local and bool(limit) and self.held.nbytes > limit
+
+    def _may_delete(self) -> bool:
+        return bool(self.settings.ttl_s) or self.is_too_full() or not self.surveyed
 
     async def _survey(self, store: ChunkStore) -> None:
         began = self._clock()
         try:
             await learn_layouts(store, self.held)
-            if self.is_local:
-                await list_all(store, self.held, self.survey)
         except TierError as error:
             logger.warning("the persistent tier could not be looked through: %s", error)
-        finally:
-            self.survey.seconds = self._clock() - began
-            self.survey.over = True
+        await self.go_through()
+        self.surveyed = True
+        self.survey_s = self._clock() - began
 
 
 def _only_there(kind: Kind, holding: Holding) -> ModelReport | None:

@@ -1,41 +1,23 @@
 """Learning what lies in a store that this server has not written, while it serves already.
 
 Layouts first, so that readers find models whose engines are long gone: one header for each. Then, where listing costs
-nothing but time (files), all names: what they amount to, and what need not be stored again. A bucket is not listed: its
-objects are asked for by name when somebody wants them.
+nothing but time (files), all names (sweep.py): what they amount to, and what need not be stored again. A bucket is not
+listed: its objects are asked for by name when somebody wants them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import cast
 
 from lmcache_qserver.qstore.persist.held import Held
 from lmcache_qserver.qstore.persist.l2_search import read_head
 from lmcache_qserver.tier import ChunkStore, Corrupt, Entry, NotThere
-from lmcache_qserver.tier.paths import VERSION, parse_name
+from lmcache_qserver.tier.paths import VERSION
 
 MOST_LOOKED_AT = 16
 """Objects of a layout whose headers are read until one makes sense."""
-
-
-@dataclass(slots=True)
-class Survey:
-    """How far it has come.
-
-    Attributes:
-        over: nothing more comes.
-        listed: objects seen by name.
-        foreign: names that no key has.
-        seconds: how long it took.
-    """
-
-    over: bool = False
-    listed: int = 0
-    foreign: int = 0
-    seconds: float = 0.0
 
 
 async def learn_layouts(store: ChunkStore, held: Held) -> None:
@@ -47,21 +29,6 @@ async def learn_layouts(store: ChunkStore, held: Held) -> None:
     for model in await store.folders(VERSION):
         for layout in await store.folders(model):
             await _learn_layout(store, layout, held)
-
-
-async def list_all(store: ChunkStore, held: Held, survey: Survey) -> None:
-    """Take down every name.
-
-    Raises:
-        TierError: the store can't say.
-    """
-    async for entry in store.list(VERSION):
-        address = parse_name(entry.name)
-        if address is None:
-            survey.foreign += 1
-            continue
-        survey.listed += 1
-        held.add(entry.name, address, entry.nbytes)
 
 
 async def _learn_layout(store: ChunkStore, folder: str, held: Held) -> None:
