@@ -151,6 +151,21 @@ def _coverage(coverage: dict[str, Any]) -> Iterator[str]:
         f"({100 * coverage['captured'] / computed:.1f} %), {coverage['pending']} pending"
     )
     yield f"           lost: {_reasons(coverage['lost']) or 'none'}"
+    if len(coverage["features"]) > 1:
+        yield from _features(coverage["features"])
+
+
+def _features(features: dict[str, dict[str, Any]]) -> Iterator[str]:
+    rows = [
+        (
+            name,
+            *(str(tokens[what]) for what in ("computed", "captured", "pending")),
+            _reasons(tokens["lost"]) or "none",
+        )
+        for name, tokens in features.items()
+    ]
+    head = ("feature", "computed", "captured", "pending", "lost")
+    yield from _section("features", head, rows)
 
 
 def _rings(rings: dict[str, Any], waited_s: float) -> Iterator[str]:

@@ -55,6 +55,14 @@ REPORT: dict[str, Any] = {
         "captured": 900,
         "pending": 40,
         "lost": {"ring_full": 10, "preempted": 50, "unmatched": 0},
+        "features": {
+            "transfer_query": {
+                "computed": 1000,
+                "captured": 900,
+                "pending": 40,
+                "lost": {"ring_full": 10, "preempted": 50, "unmatched": 0},
+            }
+        },
         "waited_s": 2.5,
     },
     "rings": {"blocks": 1024, "used": 100, "highest_ratio": 0.75},
@@ -79,4 +87,18 @@ def test_the_table() -> None:
         "           lost: preempted 50, ring_full 10",
         "rings      100 of 1024 blocks in use, 75 % of the fullest one ever",
         "           engines waited 2.5 s for ring blocks",
+    ]
+
+
+def test_several_features_have_a_line_each() -> None:
+    query = {"computed": 600, "captured": 600, "pending": 0, "lost": {"ring_full": 0}}
+    key = {"computed": 400, "captured": 300, "pending": 40, "lost": {"ring_full": 60}}
+    features = {"transfer_query": query, "transfer_key": key}
+    coverage = {**REPORT["coverage"], "features": features}
+    lines = table({**REPORT, "coverage": coverage}).splitlines()
+    begin = lines.index("           lost: preempted 50, ring_full 10") + 1
+    assert lines[begin : begin + 3] == [
+        "features   feature         computed  captured  pending  lost",
+        "           transfer_query  600       600       0        none",
+        "           transfer_key    400       300       40       ring_full 60",
     ]
