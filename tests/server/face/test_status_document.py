@@ -90,6 +90,9 @@ def walk(value: Any, kind: Any, served: dict[str, set[str]]) -> None:
                 walk(inner, hints.get(name), served)
         return
     parts: tuple[Any, ...] = getattr(kind, "__args__", ())
+    if type(None) in parts:  # a structure, or nothing
+        walk(value, parts[0], served)
+        return
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for inner in values:
         walk(inner, parts[-1], served)

@@ -27,6 +27,23 @@ REPORT: dict[str, Any] = {
         "refused": {"pool_full": 2, "copy_failed": 0},
         "stored_bytes": 3 << 20,
     },
+    "l2": {
+        "url": "file:///x/l2",
+        "state": "ready",
+        "objects": 12,
+        "bytes": 8 << 20,
+        "indexing": True,
+        "written": 3,
+        "already_there": 2,
+        "waiting": 2,
+        "writing": 1,
+        "waiting_bytes": 1 << 20,
+        "lost": {"evicted": 4, "failed": 0},
+        "errors": {"full": 2, "refused": 0},
+        "quarantined": 1,
+        "brought": 6,
+        "brought_bytes": 3 << 20,
+    },
     "q_context_meta": {
         "7": {
             "model_name": "org/model",
@@ -48,6 +65,7 @@ REPORT: dict[str, Any] = {
             "chunks": 5,
             "chunk_size": 256,
             "bytes": 5 << 20,
+            "persisted": 6,
         }
     ],
     "coverage": {
@@ -79,15 +97,22 @@ def test_the_table() -> None:
         "pool       512.0 MiB of 1.0 GiB used (50 %), 0 B leased, 3 evictions",
         "stores     8 of 9 finished",
         "           chunks: 7 stored (3.0 MiB), 6 duplicate, refused: pool_full 2",
+        "persists   file:///x/l2, ready: 12 objects (8.0 MiB) known there, being looked through",
+        "           3 written, 2 there before, 3 waiting (1.0 MiB), lost: evicted 4",
+        "           6 read back (3.0 MiB), trouble: full 2, corrupt 1",
         "instances  id  model      world  ring (layers x blocks x tokens x hidden)",
         "           7   org/model  2      30 x 1024 x 16 x 576 bfloat16",
-        "models     model             rank      layout        chunks  tokens at most  bytes",
-        "           org/model##query  01000100  001122334455  5       1280            5.0 MiB",
+        "models     model             rank      layout        chunks  tokens at most  bytes    persisted",
+        "           org/model##query  01000100  001122334455  5       1280            5.0 MiB  6",
         "coverage   900 of 1000 computed tokens captured (90.0 %), 40 pending",
         "           lost: preempted 50, ring_full 10",
         "rings      100 of 1024 blocks in use, 75 % of the fullest one ever",
         "           engines waited 2.5 s for ring blocks",
     ]
+
+
+def test_a_server_without_a_persistent_tier_says_so() -> None:
+    assert "persists   nothing (--l2 none)" in table({**REPORT, "l2": None}).splitlines()
 
 
 def test_several_features_have_a_line_each() -> None:
