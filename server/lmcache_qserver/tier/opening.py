@@ -16,7 +16,7 @@ from lmcache_qserver.tier.chunk_store import ChunkStore
 from lmcache_qserver.tier.default_url import default_l2_url
 from lmcache_qserver.tier.errors import Refused, TierError
 from lmcache_qserver.tier.open_store import open_store
-from lmcache_qserver.tier.url import file_path
+from lmcache_qserver.tier.url import check_url, file_path
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,16 @@ class TierOpening:
             Refused: the first answer was no.
             ValueError: not such a URL.
         """
+        # Around the page cache: the pool is the cache already, and copying into another one costs the stores that run
+        # beside it more than the disk does (benchmarks/tier_stores.py).
+        is_file = check_url(url) == "file"
         began = self._clock()
         pause_s = FIRST_PAUSE_S
         attempts = 0
         while True:
             attempts += 1
             try:
-                attach(await open_store(url, timeout_s=self._timeout_s))
+                attach(await open_store(url, timeout_s=self._timeout_s, direct=is_file))
                 break
             except TierError as error:
                 if isinstance(error, Refused) and attempts == 1:

@@ -10,6 +10,8 @@ A query is worked through from its beginning, in waves that grow: a sequence tha
 long one that is there is fetched many chunks at a time. It ends at the first chunk that is not there whole, however it
 is put together: what lies behind a gap is of little use, and is looked for in the pool only.
 
+A reader who may not hold all of it gets as much as he may, and what comes next is brought while he reads.
+
 What a query has found or brought is leased until its answer is given, so that the end of a sequence never evicts its
 beginning. Several queries that want one object share one transfer.
 """
@@ -135,6 +137,7 @@ class ReadThrough:
         self._clock = clock
         self._store: ChunkStore | None = None
         self._threads: Threads | None = None
+        self._prefetching: asyncio.Task[None] | None = None
         self._fetching: dict[ObjectKey, asyncio.Task[Fetched]] = {}
 
     @property
@@ -172,23 +175,56 @@ class ReadThrough:
         Returns:
             What `release` gives back.
         """
+        places = _places(query)
+        brought = await self._bring_places(places, query.family, room)
+        if brought.stop is not None:
+            self._prefetch([place for place in places if place.index >= brought.stop], query, room)
+        return brought
+
+    async def _bring_places(
+        self, places: Sequence[_Place], family: KeyFamily, room: int
+    ) -> Brought:
         brought = Brought()
         try:
-            for wave in _waves(_places(query)):
-                for place in wave:
-                    self._hold(self._present(place, query.family), brought)
-                if brought.slots and brought.nbytes >= room:
-                    brought.stop = wave[0].index
+            done, sizes = 0, _wave_sizes()
+            while done < len(places):
+                if done and brought.nbytes >= room:
+                    brought.stop = places[done].index
                     break
+                most = max(1, (room - brought.nbytes) * done // max(1, brought.nbytes))
+                wave = places[done : done + min(next(sizes), most)]
+                for place in wave:
+                    self._hold(self._present(place, family), brought)
                 whole = await asyncio.gather(
-                    *(self._bring_place(place, query.family, brought) for place in wave)
+                    *(self._bring_place(place, family, brought) for place in wave)
                 )
                 if not all(whole):
+                    self._note_full(wave[whole.index(False)], brought, is_first=not done)
                     break
+                done += len(wave)
         except BaseException:
             self.release(brought)
             raise
         return brought
+
+    def _note_full(self, place: _Place, brought: Brought, *, is_first: bool) -> None:
+        """What finds no room beside what is held already is there for the reader's next question."""
+        full = [
+            key for key, why in brought.elsewhere.reasons.items() if why is MissReason.POOL_FULL
+        ]
+        if full and not is_first:
+            brought.stop = place.index
+            for key in full:
+                del brought.elsewhere.reasons[key]
+
+    def _prefetch(self, places: Sequence[_Place], query: ChunkQuery, room: int) -> None:
+        """Bring what the reader will ask for next, while it reads; one such run at a time."""
+        if self._prefetching is None or self._prefetching.done():
+            bringing = self._bring_places(places, query.family, room)
+            self._prefetching = asyncio.get_running_loop().create_task(self._run_prefetch(bringing))
+
+    async def _run_prefetch(self, bringing: Awaitable[Brought]) -> None:
+        self.release(await bringing)
 
     def release(self, brought: Brought) -> None:
         """End the leases of a query; the beginning of a sequence becomes the most recently used."""
@@ -442,11 +478,15 @@ def _places(query: ChunkQuery) -> list[_Place]:
     return places
 
 
+def _wave_sizes() -> Iterator[int]:
+    return itertools.chain(WAVES, itertools.repeat(WAVES[-1]))
+
+
 def _waves(places: Sequence[_Place]) -> Iterator[Sequence[_Place]]:
-    sizes = itertools.chain(WAVES, itertools.repeat(WAVES[-1]))
     first = 0
-    while first < len(places):
-        size = next(sizes)
+    for size in _wave_sizes():
+        if first >= len(places):
+            return
         yield places[first : first + size]
         first += size
 
