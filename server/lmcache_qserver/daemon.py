@@ -313,10 +313,10 @@ class Daemon:
             log.warning("instance %r has lost its device, and has been released", instance_id)
 
     async def _expire_leases(self) -> None:
-        self._module.expire_leases(self._clock())
+        self._module.reads.expire_leases(self._clock())
 
     async def _expire_uploads(self) -> None:
-        self._module.expire_uploads(self._clock())
+        self._module.stores.expire_uploads(self._clock())
 
     async def _expire_objects(self) -> None:
         await self._module.expire_objects(self._clock())

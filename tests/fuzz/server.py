@@ -127,7 +127,7 @@ class Server:
             if not client.outstanding:
                 break
             await asyncio.sleep(0.001)
-        self.module.expire_leases(self.now)
+        self.module.reads.expire_leases(self.now)
         told = [code for (_, code), count in self.counts.requests.items() if count]
         assert "internal" not in told, "the server failed"
         assert client.outstanding == client.outstanding_bytes == 0, "something is not answered"

@@ -150,24 +150,28 @@ class Handlers:
         key, instance_id, block_groups, event, proof = payloads
         if proof is not None or client.session.gone:
             _require_hello(client.session)
-        return self._module.begin_store_q(
+        return self._module.stores.begin_store_q(
             client.session, key, instance_id, block_groups, event, proof, self._clock()
         )
 
     def _begin_upload(self, client: Client, payloads: Payloads) -> Awaitable[UploadReply]:
         key, instance_id, proof = payloads
         _require_hello(client.session)
-        return self._module.begin_upload_q(client.session, key, instance_id, proof, self._clock())
+        return self._module.stores.begin_upload_q(
+            client.session, key, instance_id, proof, self._clock()
+        )
 
     def _upload_part(self, client: Client, payloads: Payloads) -> Awaitable[None]:
         upload_id, offset, part = payloads
         _require_hello(client.session)
-        return self._module.upload_part_q(client.session, upload_id, offset, part, self._clock())
+        return self._module.stores.upload_part_q(
+            client.session, upload_id, offset, part, self._clock()
+        )
 
     def _end_upload(self, client: Client, payloads: Payloads) -> asyncio.Task[StoreResult]:
         upload_id, stamps = payloads
         _require_hello(client.session)
-        return self._module.end_upload_q(client.session, upload_id, stamps, self._clock())
+        return self._module.stores.end_upload_q(client.session, upload_id, stamps, self._clock())
 
     def _ping(self, client: Client, payloads: Payloads) -> bool:
         instance_id, report = payloads
@@ -175,20 +179,20 @@ class Handlers:
 
     def _lookup(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
-        looking = self._module.look_in_tier(query)
-        return self._module.lookup_q(query) if looking is None else self._look(query, looking)
+        looking = self._module.reads.look_in_tier(query)
+        return self._module.reads.lookup_q(query) if looking is None else self._look(query, looking)
 
     async def _look(self, query: ChunkQuery, looking: Awaitable[Elsewhere]) -> LookupReply:
-        return self._module.lookup_q(query, await looking)
+        return self._module.reads.lookup_q(query, await looking)
 
     def _retrieve(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
         _require_hello(client.session)
         if not self._limits.bulk_bytes:
             _require_lifeline(client.session, "leases need")
-        bringing = self._module.bring_from_tier(client.session, query)
+        bringing = self._module.reads.bring_from_tier(client.session, query)
         if bringing is None:
-            return self._module.retrieve_q(client.session, query, self._clock())
+            return self._module.reads.retrieve_q(client.session, query, self._clock())
         return self._bring(client.session, query, bringing)
 
     async def _bring(
@@ -196,9 +200,9 @@ class Handlers:
     ) -> RetrieveReply:
         brought = await bringing
         if session.gone:  # nobody would release what it leases
-            self._module.let_go(brought)
+            self._module.reads.let_go(brought)
             _require_hello(session)
-        return self._module.retrieve_q(session, query, self._clock(), brought)
+        return self._module.reads.retrieve_q(session, query, self._clock(), brought)
 
     def _fetch(self, client: Client, payloads: Payloads) -> Any:
         lease_id, place, offset, nbytes = payloads
@@ -211,14 +215,14 @@ class Handlers:
             )
         self._bulk.check_room(client, nbytes)
         part = offset, offset + nbytes
-        return self._module.fetch_q(client.session, lease_id, place, part, self._clock())
+        return self._module.reads.fetch_q(client.session, lease_id, place, part, self._clock())
 
     def _identities(self, client: Client, payloads: Payloads) -> Any:
         (query,) = payloads
         # It tells salts, which may be secrets: to who has the lifeline, and may read everything that they guard anyway.
         # Who reads inline can read only what it can name, salt and all.
         _require_lifeline(client.session, "who asks for identities needs")
-        return self._module.identities_q(query)
+        return self._module.reads.identities_q(query)
 
     def _verify(self, client: Client, payloads: Payloads) -> Awaitable[VerifyReply]:
         _require_hello(client.session)
@@ -237,7 +241,7 @@ class Handlers:
     def _release(self, client: Client, payloads: Payloads) -> None:
         (lease_ids,) = payloads
         _require_hello(client.session)
-        self._module.release_q(client.session, lease_ids)
+        self._module.reads.release_q(client.session, lease_ids)
 
     def _require_inline(self) -> None:
         if not self._limits.bulk_bytes:

@@ -28,7 +28,7 @@ def flip_a_bit(world: World, sequence: int, chunk: int) -> None:
     reply = world.retrieve(sequence, [chunk])
     (found,) = reply.chunks
     world.memory.array[found.offset + CHUNK_BYTES // 2] ^= 4
-    world.module.release_q("reader", [reply.lease_id])
+    world.module.reads.release_q("reader", [reply.lease_id])
 
 
 async def test_a_reader_is_told_the_checksum_of_exactly_these_bytes(world: World) -> None:
@@ -94,7 +94,7 @@ async def test_what_is_dropped_under_a_lease_keeps_its_bytes_until_the_lease_end
     lease = world.retrieve(1, [0])
     await world.module.verify_q()
     assert world.pool.usage().leased_bytes
-    world.module.release_q("reader", [lease.lease_id])
+    world.module.reads.release_q("reader", [lease.lease_id])
     assert world.pool.usage().free_bytes == world.pool.usage().capacity_bytes
 
 

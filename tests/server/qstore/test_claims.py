@@ -57,7 +57,7 @@ async def store(world: World, key: RangeKey, claim: IdentityClaim | None) -> Sto
     ids = tuple(range(4))
     nonce = world.workers[0].write(1, key.start // CHUNK_SIZE, ids)
     proof = msgspec.structs.replace(proof_of(nonce), claim=claim)
-    result = await world.module.store_q("c1", key, 1, (ids,), b"", proof, world.now)
+    result = await world.module.stores.store_q("c1", key, 1, (ids,), b"", proof, world.now)
     assert result.outcome is not None
     return result.outcome
 
@@ -75,7 +75,7 @@ def told(world: World, *chunks: int) -> list[KnownIdentity]:
         for index in chunks
     ]
     query = IdentityQuery(model_name=FAMILY.model_name, chunks=tuple(asked))
-    return list(world.module.identities_q(query).identities)
+    return list(world.module.reads.identities_q(query).identities)
 
 
 @pytest.mark.parametrize("identity", [PLAIN, WITH_ALL, Identity(None, (RED,)), Identity(SQL)])
@@ -112,7 +112,7 @@ async def test_a_store_that_failed_is_not_told(world: World) -> None:
     await world.worker()
     key, claim = chunk_of(Identity(SQL), 0)
     proof = msgspec.structs.replace(proof_of(77), claim=claim)
-    result = await world.module.store_q("c1", key, 1, ((0, 1, 2, 3),), b"", proof, world.now)
+    result = await world.module.stores.store_q("c1", key, 1, ((0, 1, 2, 3),), b"", proof, world.now)
     assert not result.ok
     assert told(world, 0) == []
 
@@ -165,7 +165,7 @@ async def test_a_claim_without_tokens_is_refused(world: World) -> None:
 async def test_a_question_for_more_than_a_chunk_is_refused(world: World) -> None:
     chunk = PartialChunk(index=0, parent_hash=NONE_HASH, tokens=(0,) * (CHUNK_SIZE + 1))
     with pytest.raises(RequestError) as caught:
-        world.module.identities_q(IdentityQuery(model_name="m##query", chunks=(chunk,)))
+        world.module.reads.identities_q(IdentityQuery(model_name="m##query", chunks=(chunk,)))
     assert caught.value.code is ErrorCode.BAD_PAYLOAD
 
 

@@ -101,7 +101,7 @@ async def test_reads(world: World) -> None:
     """The reader may hold a quarter of 16 chunks."""
     worker = await world.worker()
     await world.store(worker, 1, 0, 6)
-    world.module.lookup_q(query_of(1, range(8)))
+    world.module.reads.lookup_q(query_of(1, range(8)))
     reply = world.retrieve(1, range(7))
     assert (len(reply.chunks), reply.partial) == (4, True)
     assert world.retrieve(1, [0]).lease_id == 0

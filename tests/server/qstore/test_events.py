@@ -103,7 +103,7 @@ async def duplicate_of_one_that_fails(world: World) -> int:
     await until(world.gate.entered.is_set)
     nonce = second.write(1, 0, range(4))
     other = asyncio.ensure_future(
-        world.module.store_q(
+        world.module.stores.store_q(
             "c2",
             range_key(1, 0, request_id="other"),
             2,
@@ -150,7 +150,7 @@ async def test_even_if_the_store_itself_is_cancelled_before_its_first_turn(world
     """Nobody may, but a loop that is shut down does."""
     worker = await world.worker()
     nonce = worker.write(1, 0, range(4))
-    task = world.module.begin_store_q(
+    task = world.module.stores.begin_store_q(
         "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof_of(nonce), world.now
     )
     task.cancel()
@@ -169,7 +169,7 @@ async def test_a_store_that_fails_its_checks_is_none(world: World) -> None:
     worker = await world.worker()
     nonce = worker.write(1, 0, range(4))
     with pytest.raises(RequestError):
-        await world.module.store_q(
+        await world.module.stores.store_q(
             "c1", range_key(1, 0), 1, ((0, 1),), b"", proof_of(nonce), world.now
         )
     await world.store(worker, 2)

@@ -19,7 +19,8 @@ async def test_a_miss_leases_nothing(world: World) -> None:
     assert (reply.lease_id, reply.chunks, reply.partial) == (0, (), False)
     assert world.misses(reply) == {0: "not_stored", 1: "not_stored"}
     assert (
-        world.module.retrieve_q("r", ChunkQuery(family=FAMILY, chunk_hashes=()), 0.0).lease_id == 0
+        world.module.reads.retrieve_q("r", ChunkQuery(family=FAMILY, chunk_hashes=()), 0.0).lease_id
+        == 0
     )
 
 
@@ -38,7 +39,7 @@ async def test_ids_are_positive_and_never_used_twice(world: World) -> None:
     ids = []
     for number in range(5):
         ids.append(world.retrieve(1, [0], client=number % 2).lease_id)
-        world.module.release_q(number % 2, [ids[-1]])
+        world.module.reads.release_q(number % 2, [ids[-1]])
     assert len(set(ids)) == 5
     assert min(ids) > 0
     assert leased(world) == 0
@@ -51,15 +52,15 @@ async def test_the_cap_cuts_the_answer_and_cut_chunks_are_in_neither_list(world:
     hashes[1] = hash_of(9, 1)
     hashes[7] = hash_of(9, 7)
     query = ChunkQuery(family=FAMILY, chunk_hashes=tuple(hashes))
-    reply = world.module.retrieve_q("reader", query, world.now)
+    reply = world.module.reads.retrieve_q("reader", query, world.now)
     assert [chunk.index for chunk in reply.chunks] == [0, 2, 3, 4]
     assert world.misses(reply) == {1: "not_stored", 7: "not_stored"}
     assert reply.partial
-    more = world.module.retrieve_q("reader", query, world.now)
+    more = world.module.reads.retrieve_q("reader", query, world.now)
     assert (more.lease_id, more.chunks, more.partial) == (0, (), True)
-    other = world.module.retrieve_q("other", query, world.now)
+    other = world.module.reads.retrieve_q("other", query, world.now)
     assert len(other.chunks) == 4, "the cap is each client's own"
-    world.module.release_q("reader", [reply.lease_id])
+    world.module.reads.release_q("reader", [reply.lease_id])
     again = world.retrieve(1, [5, 6])
     assert (len(again.chunks), again.partial) == (2, False)
 
@@ -71,7 +72,7 @@ async def test_one_chunk_larger_than_the_cap_can_still_be_read() -> None:
     reply = world.retrieve(1, [0, 1])
     assert ([chunk.index for chunk in reply.chunks], reply.partial) == ([0], True)
     assert world.retrieve(1, [1]).partial, "but not a second one beside it"
-    world.module.release_q("reader", [reply.lease_id])
+    world.module.reads.release_q("reader", [reply.lease_id])
     assert len(world.retrieve(1, [1]).chunks) == 1
     await world.close()
 
@@ -84,11 +85,11 @@ async def test_releasing_what_one_does_not_hold_is_an_error_and_the_rest_is_rele
     mine = [world.retrieve(1, [chunk]).lease_id for chunk in (0, 1)]
     theirs = world.retrieve(1, [0], client="other").lease_id
     with pytest.raises(RequestError) as caught:
-        world.module.release_q("reader", [mine[0], 999, theirs, mine[0], mine[1]])
+        world.module.reads.release_q("reader", [mine[0], 999, theirs, mine[0], mine[1]])
     assert caught.value.code is ErrorCode.UNKNOWN_LEASE
     assert world.module.report_status()["leases"]["count"] == 1
     assert leased(world) == 1
-    world.module.release_q("other", [theirs])
+    world.module.reads.release_q("other", [theirs])
     assert leased(world) == 0
 
 
@@ -99,12 +100,12 @@ async def test_leases_expire() -> None:
     first = world.retrieve(1, [0])
     world.now += 30
     second = world.retrieve(1, [0])
-    assert world.module.expire_leases(world.now) == 0
-    assert world.module.expire_leases(world.now + 30) == 1
+    assert world.module.reads.expire_leases(world.now) == 0
+    assert world.module.reads.expire_leases(world.now + 30) == 1
     assert leased(world) == 1
     with pytest.raises(RequestError):
-        world.module.release_q("reader", [first.lease_id])
-    world.module.release_q("reader", [second.lease_id])
+        world.module.reads.release_q("reader", [first.lease_id])
+    world.module.reads.release_q("reader", [second.lease_id])
     assert world.module.report_status()["leases"] == {
         "count": 0,
         "bytes": 0,
@@ -133,7 +134,7 @@ async def test_a_generation_never_comes_back_with_other_bytes() -> None:
         await world.store(worker, sequence)
         reply = world.retrieve(sequence, [0])
         generations.append(reply.chunks[0].generation)
-        world.module.release_q("reader", [reply.lease_id])
+        world.module.reads.release_q("reader", [reply.lease_id])
     assert len(set(generations)) == 4
     await world.close()
 
@@ -146,6 +147,6 @@ async def test_a_reply_says_how_long_its_lease_lasts_at_least() -> None:
     assert world.retrieve(1, [1]).lease_ms == 0, "nothing was leased"
     lease_ms = world.retrieve(1, [0]).lease_ms
     assert lease_ms == 60_000
-    assert world.module.expire_leases(world.now + lease_ms / 1000 - 0.001) == 0
-    assert world.module.expire_leases(world.now + lease_ms / 1000) == 1
+    assert world.module.reads.expire_leases(world.now + lease_ms / 1000 - 0.001) == 0
+    assert world.module.reads.expire_leases(world.now + lease_ms / 1000) == 1
     await world.close()

@@ -91,7 +91,9 @@ async def store(
     worker.stamps[:4] = stamps.reshape(4, BLOCK_SIZE)
     blocks = ids[first // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
     key = piece_key(first, end, tokens, items, **changes)
-    result = await world.module.store_q("c1", key, 1, (blocks,), b"", proof_of(nonce), world.now)
+    result = await world.module.stores.store_q(
+        "c1", key, 1, (blocks,), b"", proof_of(nonce), world.now
+    )
     assert result.outcome is not None
     return result.outcome
 
@@ -112,12 +114,12 @@ def ask(
 
 def found_rows(world: World, query: ChunkQuery) -> list[tuple[int, int]]:
     """The rows [a, c) of each object that a retrieve of `query` leases; lookup must say the same."""
-    reply: RetrieveReply = world.module.retrieve_q("reader", query, world.now)
-    said = world.module.lookup_q(query)
+    reply: RetrieveReply = world.module.reads.retrieve_q("reader", query, world.now)
+    said = world.module.reads.lookup_q(query)
     assert said.missing == reply.missing
     assert said.tokens == reply.tokens
     if reply.lease_id:
-        world.module.release_q("reader", (reply.lease_id,))
+        world.module.reads.release_q("reader", (reply.lease_id,))
     return [chunk.valid or chunk.rows for chunk in reply.chunks]
 
 
@@ -127,7 +129,7 @@ async def test_its_rows_come_back_and_all_else_in_its_blocks_is_zero(
 ) -> None:
     worker = await world.worker()
     assert (await store(world, worker, first, end)).stored == 1
-    reply = world.module.retrieve_q("reader", ask(), world.now)
+    reply = world.module.reads.retrieve_q("reader", ask(), world.now)
     (chunk,) = reply.chunks
     base = first // BLOCK_SIZE * BLOCK_SIZE
     blocks = -(-end // BLOCK_SIZE) - first // BLOCK_SIZE
@@ -166,7 +168,7 @@ async def test_the_longest_common_prefix_counts(world: World) -> None:
     assert found_rows(world, ask(other)) == [(0, 7)]
     assert found_rows(world, ask(TOKENS[:9])) == [(0, 9)]
     assert found_rows(world, ask((1, *TOKENS[1:]))) == []
-    assert world.module.lookup_q(ask(other)).tokens == 7
+    assert world.module.reads.lookup_q(ask(other)).tokens == 7
 
 
 async def test_pieces_join(world: World) -> None:
@@ -175,7 +177,7 @@ async def test_pieces_join(world: World) -> None:
     await store(world, worker, 4, 8)
     await store(world, worker, 8, 16)
     assert found_rows(world, ask()) == [(0, 6), (4, 8), (8, 16)]
-    reply = world.module.lookup_q(ask())
+    reply = world.module.reads.lookup_q(ask())
     assert (reply.prefix, reply.tokens, reply.missing) == (1, CHUNK_SIZE, ())
     # One that reaches further makes the one in the middle needless.
     await store(world, worker, 0, 9)
@@ -186,7 +188,9 @@ async def test_a_whole_chunk_serves_the_question_for_its_beginning(world: World)
     worker = await world.worker()
     assert (await store(world, worker, 0, CHUNK_SIZE)).stored == 1
     key = piece_key(0, CHUNK_SIZE)
-    assert world.module.lookup_q(ChunkQuery(family=FAMILY, chunk_hashes=key.chunk_hashes)).prefix
+    assert world.module.reads.lookup_q(
+        ChunkQuery(family=FAMILY, chunk_hashes=key.chunk_hashes)
+    ).prefix
     assert found_rows(world, ask(TOKENS[:5])) == [(0, 5)]
     assert found_rows(world, ask((*TOKENS[:5], 1))) == [(0, 5)]
     assert world.module.report_status()["models"][0]["chunks"] == 1
@@ -204,11 +208,13 @@ async def test_a_piece_to_the_end_is_not_the_whole_chunk(world: World) -> None:
     await store(world, worker, 8, 16)
     hashes = piece_key(8, 16).chunk_hashes
     assert hashes == piece_key(0, 16).chunk_hashes
-    assert world.module.lookup_q(ChunkQuery(family=FAMILY, chunk_hashes=hashes)).prefix == 0
+    assert world.module.reads.lookup_q(ChunkQuery(family=FAMILY, chunk_hashes=hashes)).prefix == 0
     # Asked by hash and tokens, the piece answers, and the rest is missing.
     query = ask(hashes=hashes)
     assert found_rows(world, query) == [(8, 16)]
-    assert world.module.lookup_q(query).missing == (Missing(0, MissReason.NOT_STORED, (0, 8)),)
+    assert world.module.reads.lookup_q(query).missing == (
+        Missing(0, MissReason.NOT_STORED, (0, 8)),
+    )
     status = world.module.report_status()["models"][0]
     assert (status["chunks"], status["pieces"]) == (0, 1)
 
@@ -258,13 +264,13 @@ async def test_tokens_are_counted_over_whole_chunks_and_pieces(world: World) -> 
     await store(world, worker, 0, 6)
     whole = range_key(5, 0).chunk_hashes[0]
     query = ask(index=1, hashes=(whole, b"\2" * 32))
-    reply = world.module.retrieve_q("reader", query, world.now)
+    reply = world.module.reads.retrieve_q("reader", query, world.now)
     assert [(one.index, one.rows, one.valid) for one in reply.chunks] == [
         (0, (0, CHUNK_SIZE), None),
         (1, (0, 6), (0, 6)),
     ]
     assert reply.tokens == CHUNK_SIZE + 6
-    said = world.module.lookup_q(query)
+    said = world.module.reads.lookup_q(query)
     assert (said.prefix, said.tokens) == (1, CHUNK_SIZE + 6)
 
 
@@ -291,7 +297,7 @@ async def test_a_piece_that_does_not_fit_itself_is_refused(
     await world.worker()
     key = msgspec.structs.replace(piece_key(3, 10), **changes)
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q("c1", key, 1, ((0, 1, 2),), b"", proof_of(1), world.now)
+        await world.module.stores.store_q("c1", key, 1, ((0, 1, 2),), b"", proof_of(1), world.now)
     assert caught.value.code is ErrorCode.BAD_PAYLOAD
     assert world.module.report_status()["totals"]["rejected_stores"] == {"bad_payload": 1}
 
@@ -300,7 +306,7 @@ async def test_a_piece_that_does_not_fit_itself_is_refused(
 async def test_its_blocks_must_cover_it_exactly(world: World, blocks: tuple[int, ...]) -> None:
     await world.worker()
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q(
+        await world.module.stores.store_q(
             "c1", piece_key(3, 10), 1, (blocks,), b"", proof_of(1), world.now
         )
     assert caught.value.code is ErrorCode.BLOCKS_NOT_COVERING
@@ -317,8 +323,8 @@ async def test_a_question_for_more_than_a_chunk_is_refused(
     world: World, partial: PartialChunk
 ) -> None:
     for call in (
-        lambda query: world.module.lookup_q(query),
-        lambda query: world.module.retrieve_q("reader", query, world.now),
+        lambda query: world.module.reads.lookup_q(query),
+        lambda query: world.module.reads.retrieve_q("reader", query, world.now),
     ):
         with pytest.raises(RequestError) as caught:
             call(ChunkQuery(family=FAMILY, partials=(partial,)))

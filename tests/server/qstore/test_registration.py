@@ -215,7 +215,9 @@ async def test_an_id_is_its_clients_until_the_client_is_gone(world: World) -> No
     assert code is ErrorCode.NOT_OWNER
     for call in (
         world.module.unregister_q_cache("c2", 1, None, world.now),
-        world.module.store_q("c2", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", None, world.now),
+        world.module.stores.store_q(
+            "c2", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", None, world.now
+        ),
     ):
         with pytest.raises(RequestError) as caught:
             await call

@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
             return False
         key, blocks = range_key(sequence, first, count), (tuple(range(count * 4)),)
         with pytest.raises(RequestError) as caught:
-            self.world.module.begin_store_q(
+            self.world.module.stores.begin_store_q(
                 f"w{number}", key, number, blocks, b"", None, self.world.now
             )
         assert caught.value.code is ErrorCode.UNKNOWN_INSTANCE
@@ -338,10 +338,10 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, lease_id: int) -> None:
         self.count("release")
         if lease_id in self.held:
-            self.world.module.release_q(self.held.pop(lease_id)[0], [lease_id])
+            self.world.module.reads.release_q(self.held.pop(lease_id)[0], [lease_id])
             return
         with pytest.raises(RequestError) as caught:
-            self.world.module.release_q("r1", [lease_id])
+            self.world.module.reads.release_q("r1", [lease_id])
         assert caught.value.code is ErrorCode.UNKNOWN_LEASE
 
     @rule(client=READERS)
@@ -357,7 +357,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.count("time passes")
         self.world.now += seconds
         if seconds > LEASE_S:
-            assert self.world.module.expire_leases(self.world.now) == len(self.held)
+            assert self.world.module.reads.expire_leases(self.world.now) == len(self.held)
             self.operations["leases expired"] += len(self.held)
             self.held.clear()
 

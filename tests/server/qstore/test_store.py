@@ -39,7 +39,7 @@ async def test_what_is_stored_comes_back_byte_for_byte(world: World) -> None:
     for chunk, data in found.items():
         assert np.array_equal(data, stored_chunk(1, chunk))
     assert world.misses(reply) == {3: "not_stored"}
-    assert world.module.lookup_q(query_of(1, [0, 1, 2, 3])).prefix == 3
+    assert world.module.reads.lookup_q(query_of(1, [0, 1, 2, 3])).prefix == 3
 
 
 async def test_blocks_need_no_order(world: World) -> None:
@@ -47,7 +47,9 @@ async def test_blocks_need_no_order(world: World) -> None:
     blocks = (31, 2, 3, 17)
     nonce = worker.write(4, 2, blocks)
     key = range_key(4, 2)
-    result = await world.module.store_q("c1", key, 1, (blocks,), b"", proof_of(nonce), world.now)
+    result = await world.module.stores.store_q(
+        "c1", key, 1, (blocks,), b"", proof_of(nonce), world.now
+    )
     assert result.ok
     assert np.array_equal(world.read(world.retrieve(4, [2]))[0], stored_chunk(4, 2))
 
@@ -58,10 +60,12 @@ async def test_whole_token_lists_are_hashed_by_the_server(world: World) -> None:
     nonces = worker.write(1, 0, range(4)), worker.write(1, 1, range(4, 8))
     key = range_key(1, 1, token_ids=tokens, chunk_hashes=())
     blocks = (tuple(range(4, 8)),)
-    result = await world.module.store_q("c1", key, 1, blocks, b"", proof_of(nonces[1]), world.now)
+    result = await world.module.stores.store_q(
+        "c1", key, 1, blocks, b"", proof_of(nonces[1]), world.now
+    )
     assert result.ok
     query = ChunkQuery(family=FAMILY, chunk_hashes=tuple(chunk_hashes(tokens, 16)))
-    reply = world.module.retrieve_q("reader", query, world.now)
+    reply = world.module.reads.retrieve_q("reader", query, world.now)
     assert np.array_equal(world.read(reply)[1], stored_chunk(1, 1))
     assert world.misses(reply) == {0: "not_stored"}
 
@@ -146,7 +150,7 @@ async def test_a_nonce_of_another_chunk_is_refused(world: World) -> None:
     worker = await world.worker()
     worker.write(1, 0, range(4))
     nonce = worker.write(2, 0, range(4, 8))
-    result = await world.module.store_q(
+    result = await world.module.stores.store_q(
         "c1", range_key(1, 0), 1, (tuple(range(4)),), b"", proof_of(nonce), world.now
     )
     assert result.outcome is not None
@@ -199,7 +203,9 @@ async def test_a_hash_twice_in_one_store_is_written_once(world: World) -> None:
     key = range_key(1, 0, 2)
     same = range_key(1, 0, 2, chunk_hashes=(key.chunk_hashes[0],) * 2)
     blocks = (tuple(range(8)),)
-    result = await world.module.store_q("c1", same, 1, blocks, b"", proof_of(*nonces), world.now)
+    result = await world.module.stores.store_q(
+        "c1", same, 1, blocks, b"", proof_of(*nonces), world.now
+    )
     assert result.outcome == StoreOutcome(stored=1, duplicate=1)
     assert np.array_equal(world.read(world.retrieve(1, [0]))[0], stored_chunk(1, 0))
 
@@ -209,12 +215,12 @@ async def test_salt_and_rank_are_part_of_the_key(world: World) -> None:
     nonce = worker.write(1, 0, range(4))
     for salt in ("", "a", "b"):
         key = range_key(1, 0, cache_salt=salt)
-        result = await world.module.store_q(
+        result = await world.module.stores.store_q(
             "c1", key, 1, ((0, 1, 2, 3),), b"", proof_of(nonce), world.now
         )
         assert result.outcome == StoreOutcome(stored=1)
     key = range_key(1, 0, cache_salt=None)
-    result = await world.module.store_q(
+    result = await world.module.stores.store_q(
         "c1", key, 1, ((0, 1, 2, 3),), b"", proof_of(nonce), world.now
     )
     assert result.outcome == StoreOutcome(duplicate=1)
@@ -227,7 +233,7 @@ async def two_stores_of_one_chunk(world: World) -> tuple[Any, Any]:
     one = asyncio.ensure_future(world.store(first, 1, 0, 2))
     await until(world.gate.entered.is_set)
     two = asyncio.ensure_future(world.store(second, 1, 1, 2, instance_id=2, client="c2"))
-    await until(lambda: world.module.lookup_q(query_of(1, [2])).prefix == 1)
+    await until(lambda: world.module.reads.lookup_q(query_of(1, [2])).prefix == 1)
     assert world.misses(world.retrieve(1, [0, 1])) == {0: "being_stored", 1: "being_stored"}
     assert not two.done()
     return one, two
@@ -279,7 +285,7 @@ async def test_the_least_recently_used_is_evicted_on_demand(world: World) -> Non
     worker = await world.worker()
     for sequence in range(16):
         await world.store(worker, sequence)
-    world.module.release_q("reader", [world.retrieve(0, [0]).lease_id])
+    world.module.reads.release_q("reader", [world.retrieve(0, [0]).lease_id])
     assert (await world.store(worker, 16)).stored == 1
     assert world.misses(world.retrieve(1, [0])) == {0: "evicted"}
     assert not world.retrieve(0, [0]).missing
@@ -292,11 +298,11 @@ async def test_a_sequence_loses_its_end_first() -> None:
     worker = await world.worker()
     await world.store(worker, 1, 0, 8)
     await world.store(worker, 2, 0, 8)
-    world.module.release_q("reader", [world.retrieve(1, range(8)).lease_id])
+    world.module.reads.release_q("reader", [world.retrieve(1, range(8)).lease_id])
     await world.store(worker, 3, 0, 3)
-    assert world.module.lookup_q(query_of(2, range(8))).prefix == 5
+    assert world.module.reads.lookup_q(query_of(2, range(8))).prefix == 5
     await world.store(worker, 4, 0, 8)
-    assert world.module.lookup_q(query_of(1, range(8))).prefix == 5
+    assert world.module.reads.lookup_q(query_of(1, range(8))).prefix == 5
     await world.close()
 
 
@@ -339,7 +345,7 @@ async def test_room_is_not_made_at_the_cost_of_the_stores_own_duplicates() -> No
     await world.store(worker, 1, 0, 2)
     outcome = await world.store(worker, 1, 0, 3)
     assert (outcome.duplicate, outcome.refused) == (2, {LossReason.POOL_FULL: 1})
-    assert world.module.lookup_q(query_of(1, [0, 1])).prefix == 2
+    assert world.module.reads.lookup_q(query_of(1, [0, 1])).prefix == 2
     await world.close()
 
 
@@ -416,7 +422,7 @@ async def test_a_store_whose_caller_is_cancelled_goes_on(world: World) -> None:
     with pytest.raises(asyncio.CancelledError):
         await store
     world.gate.open.set()
-    await until(lambda: world.module.lookup_q(query_of(1, [0])).prefix == 1)
+    await until(lambda: world.module.reads.lookup_q(query_of(1, [0])).prefix == 1)
 
 
 async def test_a_hung_copy_is_bounded_quarantined_and_hurts_nobody_else() -> None:
@@ -444,7 +450,7 @@ async def test_a_store_on_a_hung_lane_evicts_nothing() -> None:
     await world.store(worker, 1, 0, 2)
     await world.hang(worker, 2)
     await world.store(worker, 3, 0, 2)
-    assert world.module.lookup_q(query_of(1, [0, 1])).prefix == 2
+    assert world.module.reads.lookup_q(query_of(1, [0, 1])).prefix == 2
     await world.close()
 
 
@@ -495,7 +501,7 @@ async def test_a_store_that_waits_to_be_hashed_when_its_worker_goes_is_no_fault_
     nonce = worker.write(2, 0, range(4, 8))
     key = range_key(2, 0, token_ids=tuple(range(16)), chunk_hashes=())
     second = asyncio.ensure_future(
-        world.module.store_q("c1", key, 1, ((4, 5, 6, 7),), b"", proof_of(nonce), world.now)
+        world.module.stores.store_q("c1", key, 1, ((4, 5, 6, 7),), b"", proof_of(nonce), world.now)
     )
     instance = world.module.registry.get(1)
     assert instance is not None
@@ -515,7 +521,7 @@ async def test_the_first_copy_is_in_its_lane_before_the_loop_turns(world: World)
     worker = await world.worker()
     nonce = worker.write(1, 0, range(4))
     world.gate.hold_calls = {0}
-    task = world.module.begin_store_q(
+    task = world.module.stores.begin_store_q(
         "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof_of(nonce), world.now
     )
     assert world.gate.entered.wait(DEADLINE_S), "the lane waits for the loop"
@@ -531,7 +537,7 @@ async def test_two_stores_of_one_chunk_that_begin_at_once_are_one_copy(world: Wo
     worker = await world.worker()
     nonces = worker.write(1, 0, range(4)), worker.write(1, 0, range(4, 8))
     tasks = [
-        world.module.begin_store_q(
+        world.module.stores.begin_store_q(
             "c1", range_key(1, 0), 1, (blocks,), b"", proof_of(nonce), world.now
         )
         for blocks, nonce in zip(((0, 1, 2, 3), (4, 5, 6, 7)), nonces, strict=True)

@@ -51,7 +51,7 @@ async def test_a_store_that_does_not_fit_is_refused_before_any_copy(
     key = range_key(1, 0, **changes)
     groups = ((0, 1, 2, 3),) if blocks is None else blocks
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q("c1", key, 1, groups, b"", proof_of(*nonces), world.now)
+        await world.module.stores.store_q("c1", key, 1, groups, b"", proof_of(*nonces), world.now)
     assert caught.value.code is code
     assert world.gate.calls == 0
     assert not world.events
@@ -65,14 +65,16 @@ async def test_a_store_without_a_fitting_proof_is_refused(
 ) -> None:
     await world.worker()
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q("c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof, world.now)
+        await world.module.stores.store_q(
+            "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof, world.now
+        )
     assert caught.value.code is ErrorCode.BAD_PAYLOAD
 
 
 async def test_a_device_event_is_refused(world: World) -> None:
     await world.worker()
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q(
+        await world.module.stores.store_q(
             "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"handle", proof_of(1), world.now
         )
     assert caught.value.code is ErrorCode.UNSUPPORTED_TRANSPORT
@@ -80,8 +82,8 @@ async def test_a_device_event_is_refused(world: World) -> None:
 
 async def test_an_unknown_instance_is_refused(world: World) -> None:
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q(
+        await world.module.stores.store_q(
             "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof_of(1), world.now
         )
     assert caught.value.code is ErrorCode.UNKNOWN_INSTANCE
-    assert world.misses(world.module.lookup_q(query_of(1, [0]))) == {0: "not_stored"}
+    assert world.misses(world.module.reads.lookup_q(query_of(1, [0]))) == {0: "not_stored"}

@@ -70,7 +70,7 @@ class Inline:
         return self
 
     async def begin(self, sequence: int, chunk: int = 0, nonce: int = 7) -> UploadReply:
-        return await self.world.module.begin_upload_q(
+        return await self.world.module.stores.begin_upload_q(
             self.client,
             range_key(sequence, chunk),
             self.instance_id,
@@ -79,7 +79,7 @@ class Inline:
         )
 
     async def part(self, upload_id: int, offset: int, part: bytes) -> None:
-        await self.world.module.upload_part_q(
+        await self.world.module.stores.upload_part_q(
             self.client, upload_id, offset, memoryview(part), self.world.now
         )
 
@@ -88,7 +88,9 @@ class Inline:
             await self.part(upload_id, offset, data[offset : offset + PART])
 
     async def end(self, upload_id: int, stamps: memoryview) -> StoreResult:
-        return await self.world.module.end_upload_q(self.client, upload_id, stamps, self.world.now)
+        return await self.world.module.stores.end_upload_q(
+            self.client, upload_id, stamps, self.world.now
+        )
 
     async def store(self, sequence: int, chunk: int = 0, nonce: int = 7) -> StoreOutcome:
         reply = await self.begin(sequence, chunk, nonce)
@@ -114,7 +116,7 @@ def is_empty(world: World) -> None:
     assert usage.reserved_bytes == 0
     assert usage.free_bytes + usage.committed_bytes + usage.leased_bytes == usage.capacity_bytes
     world.module.index.validate()
-    summary = world.module.uploads.summary()
+    summary = world.module.stores.uploads.summary()
     assert (summary.open, summary.bytes) == (0, 0)
 
 
@@ -152,7 +154,7 @@ async def test_rows_of_a_piece_are_stored_and_others_rows_are_not(
         parent_hash=NONE_HASH,
         piece_tokens=tokens,
     )
-    reply = await world.module.begin_upload_q("c1", key, 1, proof_of(5), world.now)
+    reply = await world.module.stores.begin_upload_q("c1", key, 1, proof_of(5), world.now)
     blocks = stored_chunk(1, 0)[:3]
     assert reply.nbytes == blocks.nbytes
     await worker.parts(reply.upload_id, blocks.tobytes())
@@ -208,25 +210,25 @@ async def test_an_end_before_the_end_is_refused(world: World, worker: Inline, wh
     with pytest.raises(RequestError) as caught:
         await worker.end(reply.upload_id, stamps_of(7, 0, CHUNK_SIZE - (what == "stamps")))
     assert caught.value.code is ErrorCode.BAD_PAYLOAD
-    assert world.module.lookup_q(query_of(1, [0])).prefix == 0
+    assert world.module.reads.lookup_q(query_of(1, [0])).prefix == 0
     is_empty(world)
 
 
 async def test_an_upload_whose_time_is_over_is_given_up(world: World) -> None:
     clock = world.now
     worker = await Inline(world).register()
-    world.module._clock = lambda: clock
+    world.module.stores._clock = lambda: clock
     reply = await worker.begin(1)
     await worker.part(reply.upload_id, 0, bytes(PART))
     assert world.pool.usage().reserved_bytes == SPAN
-    assert world.module.expire_uploads(clock + 59.9) == 0
-    assert world.module.expire_uploads(clock + 60.0) == 1
+    assert world.module.stores.expire_uploads(clock + 59.9) == 0
+    assert world.module.stores.expire_uploads(clock + 60.0) == 1
     is_empty(world)
     await until(lambda: isinstance(world.events[-1], StoreEnd))
     end = world.events[-1]
     assert isinstance(end, StoreEnd)
     assert end.refused == {LossReason.COPY_FAILED: 1}
-    assert world.module.uploads.summary().given_up == 1
+    assert world.module.stores.uploads.summary().given_up == 1
     with pytest.raises(RequestError) as caught:
         await worker.part(reply.upload_id, PART, bytes(PART))
     assert caught.value.code is ErrorCode.UNKNOWN_UPLOAD
@@ -251,16 +253,16 @@ async def test_what_a_writer_leaves_unfinished_is_never_admitted(
     with pytest.raises(RequestError) as caught:
         await worker.end(reply.upload_id, stamps_of(7, 0))
     assert caught.value.code is ErrorCode.UNKNOWN_UPLOAD
-    assert world.module.lookup_q(query_of(1, [0])).prefix == 0
+    assert world.module.reads.lookup_q(query_of(1, [0])).prefix == 0
 
 
 async def test_what_was_ended_before_unregistering_is_stored(world: World, worker: Inline) -> None:
     reply = await worker.begin(1)
     await worker.parts(reply.upload_id, stored_chunk(1, 0).tobytes())
-    ended = world.module.end_upload_q("c1", reply.upload_id, stamps_of(7, 0), world.now)
+    ended = world.module.stores.end_upload_q("c1", reply.upload_id, stamps_of(7, 0), world.now)
     await world.module.unregister_q_cache("c1", 1, None, world.now)
     assert (await ended).ok
-    assert world.module.lookup_q(query_of(1, [0])).prefix == 1
+    assert world.module.reads.lookup_q(query_of(1, [0])).prefix == 1
 
 
 async def test_a_slot_is_not_free_before_its_last_copy_is_over(
@@ -279,8 +281,8 @@ async def test_a_slot_is_not_free_before_its_last_copy_is_over(
     reply = await worker.begin(1)
     sending = asyncio.ensure_future(worker.part(reply.upload_id, 0, bytes(PART)))
     await held.wait()
-    world.module.uploads.expire(world.now + 1e9)
-    assert world.module.uploads.summary().open == 0
+    world.module.stores.uploads.expire(world.now + 1e9)
+    assert world.module.stores.uploads.summary().open == 0
     assert world.pool.usage().reserved_bytes == SPAN
     world.gate.open.set()
     await until(lambda: world.pool.usage().reserved_bytes == 0)
@@ -329,7 +331,7 @@ async def test_bytes_of_uploads_are_those_that_are_reserved(world: World, worker
     other = await Inline(world, "c2", 2).register()
     waiting = asyncio.ensure_future(other.begin(1))
     await asyncio.sleep(0)
-    assert world.module.uploads.summary().bytes == CHUNK_BYTES
+    assert world.module.stores.uploads.summary().bytes == CHUNK_BYTES
     await worker.parts(first.upload_id, stored_chunk(1, 0).tobytes())
     await worker.end(first.upload_id, stamps_of(7, 0))
     assert (await waiting).result is not None
@@ -380,7 +382,9 @@ async def test_anothers_upload_is_unknown(world: World, worker: Inline) -> None:
     thief = Inline(world, "c2")
     for attempt in (
         thief.part(reply.upload_id, 0, bytes(PART)),
-        world.module.upload_part_q("c1", reply.upload_id + 1, 0, memoryview(b"x"), world.now),
+        world.module.stores.upload_part_q(
+            "c1", reply.upload_id + 1, 0, memoryview(b"x"), world.now
+        ),
     ):
         with pytest.raises(RequestError) as caught:
             await attempt
@@ -390,13 +394,13 @@ async def test_anothers_upload_is_unknown(world: World, worker: Inline) -> None:
 
 async def test_each_kind_of_instance_stores_in_its_own_way(world: World, worker: Inline) -> None:
     with pytest.raises(RequestError) as caught:
-        await world.module.store_q(
+        await world.module.stores.store_q(
             "c1", range_key(1, 0), 1, ((0, 1, 2, 3),), b"", proof_of(1), world.now
         )
     assert caught.value.code is ErrorCode.UNSUPPORTED_TRANSPORT
     await world.worker(2, "c2")
     with pytest.raises(RequestError) as caught:
-        await world.module.begin_upload_q("c2", range_key(1, 0), 2, proof_of(1), world.now)
+        await world.module.stores.begin_upload_q("c2", range_key(1, 0), 2, proof_of(1), world.now)
     assert caught.value.code is ErrorCode.UNSUPPORTED_TRANSPORT
 
 
@@ -405,7 +409,7 @@ async def test_an_upload_is_of_one_chunk_with_its_hash(
     world: World, worker: Inline, key: object
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        await world.module.begin_upload_q(
+        await world.module.stores.begin_upload_q(
             "c1",
             key,  # type: ignore[arg-type]
             1,
@@ -423,18 +427,18 @@ async def test_fetched_bytes_stay_as_they_are_until_nobody_reads_them(
 ) -> None:
     await worker.store(1)
     reply = world.retrieve(1, [0], "reader")
-    pinned = world.module.fetch_q("reader", reply.lease_id, 0, (100, 1100), world.now)
-    world.module.release_q("reader", [reply.lease_id])
+    pinned = world.module.reads.fetch_q("reader", reply.lease_id, 0, (100, 1100), world.now)
+    world.module.reads.release_q("reader", [reply.lease_id])
     assert bytes(pinned.view) == stored_chunk(1, 0).tobytes()[100:1100]
     assert not pinned.data.flags.writeable
     for sequence in range(2, 40):  # more than the pool holds
         await worker.store(sequence)
     assert bytes(pinned.view) == stored_chunk(1, 0).tobytes()[100:1100]
-    assert world.module.lookup_q(query_of(1, [0])).prefix == 1
+    assert world.module.reads.lookup_q(query_of(1, [0])).prefix == 1
     pinned.release()
     for sequence in range(40, 80):
         await worker.store(sequence)
-    assert world.module.lookup_q(query_of(1, [0])).prefix == 0
+    assert world.module.reads.lookup_q(query_of(1, [0])).prefix == 0
     is_empty(world)
 
 
@@ -460,6 +464,6 @@ async def test_only_what_is_leased_is_fetched(
     await worker.store(1)
     reply = world.retrieve(1, [0], "reader")
     with pytest.raises(RequestError) as caught:
-        world.module.fetch_q(client, reply.lease_id, place, part, world.now + late)
+        world.module.reads.fetch_q(client, reply.lease_id, place, part, world.now + late)
     assert caught.value.code is code
-    world.module.fetch_q("reader", reply.lease_id, 0, (0, 1), world.now + 59.9).release()
+    world.module.reads.fetch_q("reader", reply.lease_id, 0, (0, 1), world.now + 59.9).release()

@@ -132,7 +132,7 @@ class World:
             nonces.append(worker.write(sequence, first + index, of_chunk))
         spoil()
         key = range_key(sequence, first, count)
-        result = await self.module.store_q(
+        result = await self.module.stores.store_q(
             client, key, instance_id, (block_ids,), b"", proof_of(*nonces), self.now
         )
         assert result.event == b""
@@ -156,7 +156,7 @@ class World:
     def retrieve(
         self, sequence: int, chunks: Sequence[int], client: Hashable = "reader"
     ) -> RetrieveReply:
-        return self.module.retrieve_q(client, query_of(sequence, chunks), self.now)
+        return self.module.reads.retrieve_q(client, query_of(sequence, chunks), self.now)
 
     def read(self, reply: RetrieveReply) -> dict[int, npt.NDArray[np.int32]]:
         """What a reader that maps the pool sees, by index in the query."""
