@@ -130,7 +130,12 @@ async def _open(url: str, read_only: bool) -> ChunkStore:
     if url == "none":
         raise click.UsageError("--l2 is none: there is no store to look after")
     try:
-        return await open_store(url, read_only=read_only)
+        store = await open_store(url, read_only=True)
+        if read_only:
+            return store
+        # Looked at first, because opening for writing would make a folder that is not there.
+        await store.close(CLOSE_TIMEOUT_S)
+        return await open_store(url)
     except ValueError as error:
         raise click.UsageError(plain(str(error))) from None
 
