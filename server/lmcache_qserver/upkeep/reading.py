@@ -76,7 +76,8 @@ async def prove(store: ChunkStore, entry: Entry, memory: Memory) -> Header:
             await transfer
             await transfer.wait_until_over()
             if proof is None:
-                proof, part = _begin(part, entry)
+                split = header_bytes(part)
+                proof, part = Proof(part[:split]), part[split:]
             await asyncio.to_thread(proof.update, part)
     finally:
         memory.give_back(piece, transfer)
@@ -86,15 +87,3 @@ async def prove(store: ChunkStore, entry: Entry, memory: Memory) -> Header:
     if header.address.name != entry.name:
         raise Corrupt(f"the object belongs elsewhere: {header.address.name}")
     return header
-
-
-def _begin(part: memoryview, entry: Entry) -> tuple[Proof, memoryview]:
-    """The proof, and what of the first part is data; a wrong length is found before the rest is read."""
-    split = header_bytes(part)
-    proof = Proof(part[:split])
-    data_bytes = entry.nbytes - split
-    if data_bytes != proof.header.data_bytes:
-        raise Corrupt(
-            f"the object has {data_bytes} bytes of data instead of {proof.header.data_bytes}"
-        )
-    return proof, part[split:]

@@ -47,8 +47,6 @@ class Selection:
         wanted = self.model_name
         if wanted is None:
             return True
-        if FEATURE_MARK in wanted:
-            return folder == quote(wanted)
         name = unquote(folder)
         if name is not None:
             return name == wanted or name.startswith(wanted + FEATURE_MARK)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_qprotocol.keys import salt_digest
-from lmcache_qserver.tier import ChunkStore, NotThere, Transfer
+from lmcache_qserver.tier import ChunkStore, NotThere, Transfer, open_store
 from lmcache_qserver.upkeep.ls import Listed, ls
 from lmcache_qserver.upkeep.selection import Selection
 from lmcache_qserver.upkeep.told import listed_cells, listed_record
+from tests.server.tier.conformance import DEADLINE_S
 from tests.server.upkeep.objects import CREATED, FOREIGN, QUERY, START, Stored, fill, stored
 
 LONG = "m" * 200 + "##query"
@@ -67,6 +70,14 @@ async def test_a_header_that_makes_no_sense_is_told(store: ChunkStore) -> None:
     assert listed_cells(found[stored(1).name], 0.0)[5] == "corrupt"
     assert listed_record(found[stored(1).name])["error"] == "corrupt"
     assert found[stored(2).name].error == ""
+
+
+async def test_an_empty_file_has_no_header(tmp_path: Path) -> None:
+    store = await open_store(f"file://{tmp_path}/l2")
+    await fill(store, [stored(1)])
+    os.truncate(tmp_path / "l2" / stored(1).name, 0)
+    assert (await listing(store, headers=True))[stored(1).name].error == "corrupt"
+    await store.close(DEADLINE_S)
 
 
 async def test_what_is_deleted_meanwhile_is_left_out(
