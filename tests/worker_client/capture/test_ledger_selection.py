@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_qclient.capture.finished_chunk import FinishedChunk
+from lmcache_qclient.capture.step import StepMeta
 from lmcache_qprotocol.limits import MAX_POSITION
 from lmcache_qprotocol.reasons import LossReason as Loss
 from tests.worker_client.capture.test_ledger import Bench, ranges
@@ -62,6 +63,19 @@ def test_without_pieces_a_part_that_can_not_become_whole_is_lost_at_once() -> No
     it.step(it.part("a", 11, 12))
     assert it.lost == {Loss.TAIL_OFF: 3, Loss.NOT_SELECTED: 1}
     assert it.ledger.open_chunks == 0
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+def test_rows_of_one_step_never_share_a_place(pieces: bool) -> None:
+    """Where one request's selection ends, another's rows of the same step do not take what has been planned for it."""
+    it = Bench(pieces=pieces)
+    parts = [it.part(name, 0, 11, first=True, selected=(0, 11)) for name in "abc"]
+    plan = it.ledger.begin_step(StepMeta(tuple(parts)))
+    places = [run.ring_slot + at for run in plan.runs for at in range(run.length)]
+    assert len(places) == len(set(places)) == (33 if pieces else 24)
+    whole, tail = [(0, 8)] * 3, [(8, 11)] * 3
+    assert sorted(ranges(it.ledger.end_step())) == ([*whole, *tail] if pieces else whole)
+    assert it.lost == ({} if pieces else {Loss.TAIL_OFF: 9})
 
 
 def test_drafts_that_are_not_selected_are_counted_once() -> None:

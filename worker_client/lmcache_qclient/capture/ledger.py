@@ -186,23 +186,29 @@ class Ledger:
         while position < end:
             index = position // self.chunk_size
             stop = min(end, (index + 1) * self.chunk_size)
-            if covered:
+            if not covered:
+                self._refuse(request, index, stop - position, LossReason.UNMATCHED)
+            elif self._can_be_handed_out(request, index):
                 self._fill(step, request, index, position, stop)
             else:
-                self._refuse(request, index, stop - position, LossReason.UNMATCHED)
+                self._refuse(request, index, stop - position, LossReason.TAIL_OFF)
             position = stop
         if request.selected is not None and start < end == request.selected[1]:
             self._close_selection(request, end)
 
+    def _can_be_handed_out(self, request: OpenRequest, index: int) -> bool:
+        """False: without pieces, where the selection ends inside the chunk. No row of it is given a place then.
+
+        Taking blocks back later in the step would be wrong: their rows are planned, and others may get the blocks.
+        """
+        last = None if request.selected is None else request.selected[1]
+        return self.pieces or last is None or last >= (index + 1) * self.chunk_size
+
     def _close_selection(self, request: OpenRequest, end: int) -> None:
         """Nothing behind `end` is to be captured: the part that ends there does not wait for its chunk's end."""
         part = request.open.get((end - 1) // self.chunk_size)
-        if part is None or part.filled != end or end % self.chunk_size == 0:
-            return
-        if self.pieces:
+        if part is not None and part.filled == end and end % self.chunk_size:
             request.seal(part)
-        else:
-            self._drop(request, part, LossReason.TAIL_OFF)
 
     def _request(self, step: RequestStep) -> OpenRequest:
         known = self._requests.get(step.request_id)
