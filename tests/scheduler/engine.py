@@ -37,6 +37,7 @@ from tests.scheduler.expected import Life, Ran, fates, foretold, most, positions
 from tests.scheduler.model import queries, root, states
 from tests.scheduler.runner import VOCABULARY, Forward, Runner
 from tests.scheduler.scenario import Scenario
+from tests.scheduler.wishes import Wish, draw_wish, selected
 from tests.scheduler.worker import Worker
 from tests.worker_client.capture.fake_adapter import Stored
 
@@ -124,6 +125,7 @@ class Engine:
         unnameable: bool = False,
         stops: bool = False,
         priority: int = 0,
+        wish: Wish | None = None,
     ) -> None:
         """A request arrives."""
         embeds = None
@@ -136,7 +138,10 @@ class Engine:
             name,
             None if embedded else prompt,
             SamplingParams(
-                max_tokens=outputs, stop_token_ids=[STOP] if stops else None, ignore_eos=True
+                max_tokens=outputs,
+                stop_token_ids=[STOP] if stops else None,
+                ignore_eos=True,
+                extra_args=None if wish is None else wish.extra_args,
             ),
             None,
             arrival_time=float(self._arrived),
@@ -149,7 +154,13 @@ class Engine:
         self._arrived += 1
         # vLLM's prefix cache takes no salt and an empty one for the same.
         content = None if embeds is None else embeds_item(embeds).digest
-        life = Life(request, root(salt or "", lora, content), not unnameable)
+        life = Life(
+            request,
+            root(salt or "", lora, content),
+            nameable=not unnameable,
+            selected=selected(self.scenario, wish, name, len(prompt)),
+        )
+        self.seen["selected otherwise than the engine says"] += wish is not None
         self.lives.append(life)
         self.alive[name] = life
         self.scheduler.add_request(request)
@@ -177,6 +188,7 @@ class Engine:
             unnameable=random.random() < 0.04,
             stops=random.random() < self.scenario.stop,
             priority=random.randint(0, 2),
+            wish=draw_wish(random, self.scenario),
         )
 
     def _abort(self, chance: float) -> None:
@@ -363,7 +375,8 @@ class Engine:
                 continue
             truth = states(life.root, tokens)[chunk.start :]
             right = rows == queries(truth, range(chunk.start, chunk.end))
-            if right.all() and self._is_named(chunk, tokens, life.request):
+            wanted = life.of_selected(chunk.start, chunk.end) == chunk.tokens
+            if wanted and right.all() and self._is_named(chunk, tokens, life.request):
                 found.append(life)
         return found
 

@@ -93,7 +93,11 @@ def vllm_config(scenario: Scenario) -> Any:
             kv_connector="QServerConnector",
             kv_connector_module_path="lmcache_qclient.vllm.connector",
             kv_role="kv_producer",
-            kv_connector_extra_config={"lmcache.mp.transfer_intermediate_tensors": True},
+            kv_connector_extra_config={
+                "lmcache.mp.transfer_intermediate_tensors": True,
+                "lmcache.q.tokens": scenario.tokens,
+                "lmcache.q.sample": scenario.sample,
+            },
         ),
         speculative_config=speculative,
     )

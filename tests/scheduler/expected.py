@@ -2,7 +2,8 @@
 
 A row can be stored if it was really computed, with the token that stands at its position in the end, and if that is
 *known*: all positions are known but a last token that a draft's row may stand for. With pieces all such rows are
-stored, once; without, those of whole chunks whose first position was computed.
+stored, once; without, those of whole chunks whose first position was computed. Of all this only what is selected;
+the rest is counted as that each time when it is computed, whatever else becomes of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from lmcache_qprotocol.reasons import LossReason as Loss
 from tests.scheduler.scenario import Scenario
+from tests.scheduler.wishes import EVERYTHING
 
 CAPTURED = "captured"
 
@@ -47,12 +49,14 @@ class Life:
         request: vLLM's own.
         root: the model's state before its first token.
         nameable: its token ids stand for its tensors.
+        selected: positions [from, to) that are to be captured.
         steps: what was computed of it, in order.
     """
 
     request: Any
     root: int
     nameable: bool = True
+    selected: tuple[int, int] = EVERYTHING
     steps: list[Ran] = field(default_factory=list)
 
     @property
@@ -64,6 +68,15 @@ class Life:
     def computed(self) -> int:
         """Tokens computed for it, repeated ones counted again."""
         return sum(step.count for step in self.steps)
+
+    @property
+    def not_selected(self) -> int:
+        """Tokens computed for it that are not selected, repeated ones counted again."""
+        return self.computed - sum(self.of_selected(step.start, step.end) for step in self.steps)
+
+    def of_selected(self, start: int, end: int) -> int:
+        """How many of the positions [start, end) are selected."""
+        return max(0, min(end, self.selected[1]) - max(start, self.selected[0]))
 
     @property
     def was_preempted(self) -> bool:
@@ -99,7 +112,9 @@ def spans(scenario: Scenario, life: Life, steps: Sequence[Ran]) -> list[tuple[in
     """
     if not steps or not life.nameable:
         return []
-    size, first, end = scenario.chunk_size, steps[0].start, life.reliable_end(steps)
+    size = scenario.chunk_size
+    first = max(steps[0].start, life.selected[0])
+    end = min(life.reliable_end(steps), life.selected[1])
     if not scenario.pieces:
         first, end = -(-first // size) * size, end // size * size
     edges = [first, *range((first // size + 1) * size, end, size), end]
@@ -107,11 +122,11 @@ def spans(scenario: Scenario, life: Life, steps: Sequence[Ran]) -> list[tuple[in
 
 
 def positions(life: Life) -> set[int]:
-    """With pieces and without drafts: whatever was computed and belongs to the request in the end."""
+    """With pieces and without drafts: whatever is selected, was computed, and belongs to the request in the end."""
     if not life.nameable:
         return set()
     computed = {at for step in life.steps for at in range(step.start, step.end)}
-    return {at for at in computed if at < len(life.tokens)}
+    return {at for at in computed if at < len(life.tokens) and life.of_selected(at, at + 1)}
 
 
 def fates(scenario: Scenario, life: Life) -> Counter[str]:
@@ -122,19 +137,20 @@ def fates(scenario: Scenario, life: Life) -> Counter[str]:
     if not life.nameable:
         return Counter({Loss.CAPTURE_DISABLED.value: life.computed})
     length, end = len(life.tokens), steps[-1].end
+    found[Loss.NOT_SELECTED.value] = life.not_selected
     if life.was_preempted:
         end = max(step.end for step in steps)
         found[CAPTURED] = len(positions(life))
-        found[Loss.DISCARDED_AFTER_FINISH.value] = max(0, end - length)
+        found[Loss.DISCARDED_AFTER_FINISH.value] = life.of_selected(length, end)
         found[Loss.RECOMPUTED.value] = life.computed - found.total()
         return found
     found[CAPTURED] = sum(to - at for at, to in spans(scenario, life, steps))
-    first = steps[0].start
+    first = max(steps[0].start, life.selected[0])
     if not scenario.pieces:  # rows before the first whole chunk are lost at once
         first = -(-first // scenario.chunk_size) * scenario.chunk_size
     for step, after in pairwise(steps):
-        found[Loss.REJECTED_DRAFT.value] += max(0, step.end - max(after.start, first))
-    found[Loss.DISCARDED_AFTER_FINISH.value] = max(0, end - max(length, first))
+        found[Loss.REJECTED_DRAFT.value] += life.of_selected(max(after.start, first), step.end)
+    found[Loss.DISCARDED_AFTER_FINISH.value] = life.of_selected(max(length, first), end)
     rest = Loss.REJECTED_DRAFT if scenario.pieces else Loss.TAIL_OFF
     found[rest.value] += life.computed - found.total()
     return found
@@ -169,6 +185,9 @@ def _most(scenario: Scenario, life: Life) -> Counter[str]:
         return found
     if not life.nameable:
         found[Loss.CAPTURE_DISABLED.value] = life.computed
+    found[Loss.NOT_SELECTED.value] = life.not_selected
+    if life.not_selected == life.computed:
+        return found
     reached = 0
     for step in life.steps:
         if life.was_preempted:

@@ -66,6 +66,8 @@ class Scenario:
         scattered: rows of one request need not be neighbours in a batch.
         idle: chance per round that no step follows for a while.
         beside: the worker runs in the scheduler's process, and can ask it then who has ended.
+        tokens, sample: what the engine captures of requests that say nothing: which tokens, and which share of them.
+        asks: chance of a request to say something of itself.
         reclaim_first: as vLLM does it with drafts: finished stores are taken back before the step's are sent.
     """
 
@@ -101,6 +103,9 @@ class Scenario:
     reclaim_first: bool = False
     idle: float = 0.0
     beside: bool = True
+    tokens: str = "all"
+    sample: float = 1.0
+    asks: float = 0.0
 
     @property
     def roomy(self) -> bool:
@@ -154,4 +159,7 @@ def draw(family: Family, seed: int) -> Scenario:
         reclaim_first=bool(drafts),
         idle=random.choice([0.0, 0.1]),
         beside=random.random() < 0.5,
+        tokens=random.choice(["all", "all", "prompt", "decode"]),
+        sample=random.choice([1.0, 1.0, 0.6]),
+        asks=random.choice([0.0, 0.5]),
     )

@@ -49,6 +49,7 @@ def test_the_scenarios_are_about_something() -> None:
         Loss.CAPTURE_DISABLED,
         Loss.UNMATCHED,
         Loss.LAYER_MISSING,
+        Loss.NOT_SELECTED,
     ):
         assert outcomes[reason.value] > 0, reason
     for what in (
@@ -63,6 +64,7 @@ def test_the_scenarios_are_about_something() -> None:
         "ended while idle",
         "idle apart",
         "server gone",
+        "selected otherwise than the engine says",
     ):
         assert seen[what] > 0, what
     assert seen["foretold"] >= len(FAMILIES)
