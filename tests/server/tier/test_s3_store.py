@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmcache_qserver.tier import ChunkStore, Refused, TierError, Unavailable, open_store
+from tests.server.s3_server import BUCKET, Admin
 from tests.server.tier.conformance import (
     DEADLINE_S,
     MIB,
@@ -20,7 +21,6 @@ from tests.server.tier.conformance import (
     names,
     put,
 )
-from tests.server.tier.conftest import BUCKET, request
 
 TIMEOUT_S = 1.0
 
@@ -47,9 +47,10 @@ async def test_a_bucket_that_does_not_exist_is_refused_at_opening() -> None:
         await open_store("s3://no-such-bucket/x", timeout_s=DEADLINE_S)
 
 
-async def test_a_bucket_that_goes_away_refuses(s3_environment: str) -> None:
+@pytest.mark.usefixtures("s3_environment")
+async def test_a_bucket_that_goes_away_refuses(s3_admin: Admin) -> None:
     store = await open_store(f"s3://{BUCKET}/x", timeout_s=DEADLINE_S)
-    request(f"{s3_environment}/{BUCKET}", "DELETE")
+    s3_admin.delete_bucket()
     with pytest.raises(Refused, match="no such bucket"):
         await put(store, NAME, b"x")
     await store.close(DEADLINE_S)
