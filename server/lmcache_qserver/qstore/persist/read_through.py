@@ -390,6 +390,8 @@ class ReadThrough:
             except Corrupt as error:
                 if last:
                     await self._put_aside(store, name, error)
+        # Who asks again, after the object is gone, is told the same.
+        self._index.note_miss(key, MissReason.CORRUPT)
         return self._miss(MissReason.CORRUPT)
 
     async def _load(
@@ -459,8 +461,13 @@ class ReadThrough:
         return reason
 
     async def _put_aside(self, store: ChunkStore, name: str, error: Corrupt) -> None:
+        """A store that can't (it is mounted read-only, say) keeps it under its name, and can be read for all that."""
         logger.error("an object of the persistent tier is corrupt, and is put aside: %s", error)
-        await store.quarantine(name)
+        try:
+            await store.quarantine(name)
+        except TierError as refused:
+            logger.warning("the corrupt object stays where it is: %s", refused)
+            return
         self.quarantined += 1
         self._held.forget(name)
 
