@@ -24,6 +24,8 @@ def check_url(url: str) -> str:
             raise ValueError(f"{url!r} is not of the form file:///PATH")
     elif parts.scheme not in OBJECT_SCHEMES or "://" not in url:
         raise ValueError(f"{url!r}: a store is file, {', '.join(OBJECT_SCHEMES)}, with ://")
+    elif parts.scheme != "memory" and not parts.netloc:
+        raise ValueError(f"{url!r} names no bucket: {parts.scheme}://BUCKET/PREFIX")
     return parts.scheme
 
 

@@ -31,6 +31,8 @@ print([name for name in sys.modules if name.partition(".")[0] in ("obstore", "sa
         "file://host/path",
         "file:relative",
         "http://bucket/x",
+        "s3://",
+        "gs:///prefix",
         "s3://user:secret@bucket/x",
         "s3://bucket/x?access_key_id=1",
         "s3://bucket/x#y",
