@@ -41,7 +41,7 @@ from lmcache_qserver.log_fields import told
 from lmcache_qserver.pool import Pool
 from lmcache_qserver.pool.populating import Populating
 from lmcache_qserver.qstore import QStoreModule
-from lmcache_qserver.qstore.persist.persistence import PersistSettings
+from lmcache_qserver.qstore.persist.persistence import Persistence, PersistSettings
 from lmcache_qserver.tier.opening import TierOpening, prepare_url
 from lmcache_qserver.wire.bulk_answers import BulkAnswers
 from lmcache_qserver.wire.clients import Clients, Session
@@ -266,12 +266,17 @@ class Daemon:
             return
         with _start_error("the persistent tier can't be opened (--l2)"):
             url = prepare_url(self._config.l2)
-        opening = asyncio.ensure_future(self._opening.open(url, persistence.attach))
+        opening = asyncio.ensure_future(self._open_and_learn(url, persistence))
         self._tasks.add(opening)
         opening.add_done_callback(self._tasks.discard)
         await asyncio.wait({opening}, timeout=OPEN_TIER_S)
         if opening.done() and (error := opening.exception()) is not None:
             raise StartError(f"the persistent tier {url} can't be opened (--l2): {error}")
+
+    async def _open_and_learn(self, url: str, persistence: Persistence) -> None:
+        """Until the store is open, and readers find the models in it."""
+        await self._opening.open(url, persistence.attach)
+        await persistence.learnt()
 
     async def _populate(self) -> None:
         with _start_error(

@@ -122,6 +122,7 @@ class Persistence:
         self._store: ChunkStore | None = None
         self._threads: Threads | None = None
         self._surveying: asyncio.Task[None] | None = None
+        self._learnt = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -143,6 +144,10 @@ class Persistence:
         self.writes.attach(store, self._threads)
         self.reads.attach(store, self._threads)
         self._surveying = asyncio.get_running_loop().create_task(self._survey(store))
+
+    async def learnt(self) -> None:
+        """Wait until readers can be told which models the store has, or that this can't be found out now."""
+        await self._learnt.wait()
 
     # --- storing ------------------------------------------------------------------------------------------------
 
@@ -309,6 +314,8 @@ class Persistence:
             await learn_layouts(store, self.held)
         except TierError as error:
             logger.warning("the persistent tier could not be looked through: %s", error)
+        finally:
+            self._learnt.set()
         await self.go_through()
         self.surveyed = True
         self.survey_s = self._clock() - began
