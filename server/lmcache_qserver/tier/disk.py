@@ -238,9 +238,9 @@ class Disk:
     def _write(self, name: str, parts: Sequence[memoryview]) -> PutOutcome:
         """FileNotFoundError: something was taken away; nothing is left of the attempt."""
         folder = os.path.dirname(name)
-        self._make_folder(folder)
         fd, temporary = self._create_temporary()
         try:
+            self._make_folder(folder)
             _write_all(fd, parts, self._direct)
             os.fdatasync(fd)
             outcome = self._give_name(temporary, name)
