@@ -14,9 +14,6 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmcache_qserver.tier.default_url import default_l2_url
-from lmcache_qserver.tier.url import check_url
-
 ENV_PREFIX = "LMCACHE_QSERVER_"
 KIB = 1 << 10
 MIB = 1 << 20
@@ -260,6 +257,9 @@ class Config:
     def _check_l2(self) -> None:
         if self.l2 in ("", "none"):
             return
+        # Here: the command line imports this file, and --help needs nothing of the tier.
+        from lmcache_qserver.tier.url import check_url
+
         try:
             check_url(self.l2)
         except ValueError as error:
@@ -268,7 +268,11 @@ class Config:
     @property
     def l2_url(self) -> str:
         """Where chunks persist; empty for nowhere."""
-        return "" if self.l2 == "none" else self.l2 or default_l2_url()
+        if self.l2 == "none":
+            return ""
+        from lmcache_qserver.tier.default_url import default_l2_url  # as above
+
+        return self.l2 or default_l2_url()
 
     @property
     def device_kind(self) -> str:
