@@ -110,7 +110,7 @@ def _run(
     from lmcache_qserver.tier.default_url import default_l2_url
 
     async def run() -> int:
-        at = default_l2_url() if url is None else url
+        at = url or default_l2_url()
         store = await _open(at, read_only)
         try:
             return await work(store, at)

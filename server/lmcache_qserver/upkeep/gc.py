@@ -35,7 +35,7 @@ class Plan:
 async def plan(
     store: ChunkStore, now: float, older_than_s: float | None, max_bytes: int | None
 ) -> Plan:
-    """Go through a store and decide; every object that is ours is in memory for it (some 300 bytes each).
+    """Go through a store and decide; every object that is ours is in memory for it (some 500 bytes each).
 
     Args:
         now: seconds since the epoch; ages are by the store's clock.

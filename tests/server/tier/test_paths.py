@@ -150,6 +150,11 @@ def test_quoting_is_reversible_or_says_that_it_is_not(model: str) -> None:
     assert quote(model) != quote(model + "x")
 
 
+def test_no_name_at_all_is_no_reason_to_fail() -> None:
+    """A header may say anything: what it says is compared with a name, and is not that."""
+    assert quote("") == ""
+
+
 def test_names_of_ordinary_length_are_reversible() -> None:
     for model in ("meta-llama/Llama-3.1-405B-Instruct-FP8##query", "org/модель##query"):
         assert unquote(quote(model)) == model
