@@ -296,10 +296,17 @@ class QStoreModule:
         await self.persistence.settle(what)
         dropped += self._drop(what)
         deleted, nbytes, message = await self.persistence.purge(what)
+        # What a reader has brought out of the persistent tier before it was deleted there.
+        await self.persistence.settle(what)
+        dropped += self._drop(what, persisted_only=True)
         return PurgeReply(dropped=dropped, deleted=deleted, deleted_bytes=nbytes, message=message)
 
-    def _drop(self, what: Purge) -> int:
-        objects = [one for one in self.index.objects() if what.is_family(one.key.family)]
+    def _drop(self, what: Purge, persisted_only: bool = False) -> int:
+        objects = [
+            one
+            for one in self.index.objects()
+            if what.is_family(one.key.family) and (one.persisted or not persisted_only)
+        ]
         for stored in objects:
             self.index.discard(stored, MissReason.PURGED)
         return len(objects)
