@@ -22,10 +22,10 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lmcache_qprotocol.hashing import NONE_HASH
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey
@@ -195,8 +195,8 @@ class ReadThrough:
                 wave = places[done : done + min(next(sizes), most)]
                 for place in wave:
                     self._hold(self._present(place, family), brought)
-                whole = await asyncio.gather(
-                    *(self._bring_place(place, family, brought) for place in wave)
+                whole = await _all_ended(
+                    self._bring_place(place, family, brought) for place in wave
                 )
                 if not all(whole):
                     self._note_full(wave[whole.index(False)], brought, is_first=not done)
@@ -496,6 +496,15 @@ def _waves(places: Sequence[_Place]) -> Iterator[Sequence[_Place]]:
             return
         yield places[first : first + size]
         first += size
+
+
+async def _all_ended(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, or the first error, but not before all have ended: none takes a lease behind that."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast("list[T]", results)
 
 
 def _content(asked: PartialChunk) -> Content:
