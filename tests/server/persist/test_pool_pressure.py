@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def test_what_a_reader_holds_stays_while_others_bring_more_than_the_pool(tmp_pat
 def test_a_sequence_longer_than_a_readers_share_comes_chunk_after_chunk(tmp_path: Path) -> None:
     """All of it is in the persistent tier only; the reader may hold a quarter of the pool."""
     tokens = [7 * number % 997 for number in range(300 * CHUNK + 5)]
-    settings = {"l2": url_of(tmp_path / "l2"), "chunk_size": CHUNK}
+    settings: dict[str, Any] = {"l2": url_of(tmp_path / "l2"), "chunk_size": CHUNK}
     with running_daemon(**settings) as daemon, WireWorker(daemon, register=False) as one:
         engine = Engine(daemon.url, layout_of())
         engine.store_all(tokens)

@@ -133,7 +133,7 @@ def cases() -> list[Case]:
 
 
 def test_replies_are_the_same(tmp_path: Path, cases: list[Case]) -> None:
-    settings = {"chunk_size": CHUNK, "pool_bytes": "16MiB"}
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "pool_bytes": "16MiB"}
     folder = url_of(tmp_path / "l2")
     with running_daemon(l2=folder, **settings) as first, WireWorker(first, register=False) as one:
         store_all(first, cases)
@@ -205,7 +205,7 @@ def check_sdk(context: QCacheContext, reference: Engine, case: Case, tokens: Tok
 
 def test_a_chunk_without_its_parent_is_found_by_hash_alone(tmp_path: Path) -> None:
     """A legacy writer tells no parent; a reader's query may tell one."""
-    settings = {"l2": url_of(tmp_path / "l2"), "chunk_size": CHUNK}
+    settings: dict[str, Any] = {"l2": url_of(tmp_path / "l2"), "chunk_size": CHUNK}
     tokens = tuple(range(3 * CHUNK))
     with running_daemon(**settings) as daemon, WireWorker(daemon, register=False) as one:
         engine = Engine(daemon.url, layout_of(), MODEL)

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +129,12 @@ def test_a_server_refuses_to_start_on_a_read_only_disk(disk: Path) -> None:
 
 def why_it_does_not_start(url: str, folder: Path) -> str:
     """One line."""
-    settings = {"url": "tcp://127.0.0.1:0", "http_port": 0, "pool_bytes": "1MiB", "l2": url}
+    settings: dict[str, Any] = {
+        "url": "tcp://127.0.0.1:0",
+        "http_port": 0,
+        "pool_bytes": "1MiB",
+        "l2": url,
+    }
     done = subprocess.run(
         command(**settings, lifeline=folder / "lifeline.sock"),
         env=environment(),
@@ -139,7 +145,7 @@ def why_it_does_not_start(url: str, folder: Path) -> str:
     assert done.returncode not in (0, None)
     assert "Traceback" not in done.stderr
     passed_over = (" INFO ", "Usage: ", "Try '")
-    lines = [
+    lines: list[str] = [
         line
         for line in done.stderr.splitlines()
         if line and not any(part in line for part in passed_over)
