@@ -69,7 +69,7 @@ async def measure(url: str, chunk_mib: int, rounds: int) -> dict[str, Any]:
     try:
         await put(0)  # connections are made
         await get(0)
-        figures = {}
+        figures: dict[str, Any] = {}
         for what, work in (("put", put), ("get", get)):
             alone = await timed(work, 1, rounds, objects.nbytes, 1)
             four = await timed(work, 1 + rounds, rounds, objects.nbytes, AT_A_TIME)
@@ -92,8 +92,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="turns per size and kind")
     options = parser.parse_args()
     for chunk_mib in SIZES_MIB:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures = runner.run(measure(options.l2, chunk_mib, options.rounds))
+        loop = uvloop.new_event_loop()
+        figures = loop.run_until_complete(measure(options.l2, chunk_mib, options.rounds))
+        loop.close()
         print(f"{chunk_mib} MiB", json.dumps(figures, indent=1), flush=True)
 
 

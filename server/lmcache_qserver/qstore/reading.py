@@ -221,7 +221,7 @@ def _search(index: Index, query: ChunkQuery, chunk_size: int, elsewhere: Elsewhe
         elif partial is not None:
             _search_partial(index, query.family, partial, answer, elsewhere)
         else:
-            answer.missing.append(Missing(place, _reason(index, key, elsewhere)))
+            answer.missing.append(Missing(place, _reason(index, place, key, elsewhere)))
     for partial in partials.values():
         _search_partial(index, query.family, partial, answer, elsewhere)
     return answer
@@ -244,7 +244,9 @@ def _search_partial(
         if stored is not None or key in elsewhere.keys:
             answer.hits.append(_Hit(partial.index, stored))
             return
-        reason = _reason(index, key, elsewhere)
+        reason = _reason(index, partial.index, key, elsewhere)
+    elif partial.index in elsewhere.unavailable:
+        reason = MissReason.UNAVAILABLE
     content = content_of(partial.parent_hash, partial.tokens, partial.items)
     here = index.candidates(family, content)
     chosen, gaps = cover([*here, *elsewhere.candidates.get(partial.index, ())], asked)
@@ -253,5 +255,5 @@ def _search_partial(
     answer.missing += [Missing(partial.index, reason, gap) for gap in gaps]
 
 
-def _reason(index: Index, key: ObjectKey, elsewhere: Elsewhere) -> MissReason:
-    return elsewhere.reasons.get(key) or index.miss_reason(key)
+def _reason(index: Index, place: int, key: ObjectKey, elsewhere: Elsewhere) -> MissReason:
+    return elsewhere.reason(place, key) or index.miss_reason(key)

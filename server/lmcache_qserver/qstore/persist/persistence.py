@@ -219,6 +219,7 @@ class Persistence:
         if self._surveying is not None:
             self._surveying.cancel()
             await asyncio.gather(self._surveying, return_exceptions=True)
+        await self.reads.close()
         ended = await self.writes.close(timeout_s)
         if self._threads is not None:
             ended = await self._threads.close(timeout_s) and ended

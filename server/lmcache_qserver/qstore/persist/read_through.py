@@ -44,6 +44,7 @@ from lmcache_qserver.qstore.persist.l2_search import (
     names_of,
     read_head,
 )
+from lmcache_qserver.qstore.persist.probe import Probe
 from lmcache_qserver.qstore.persist.records import content_of_header, description_of, place_of
 from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.tier import ChunkStore, Corrupt, NotThere, TierError, Transfer
@@ -139,6 +140,7 @@ class ReadThrough:
         self._threads: Threads | None = None
         self._prefetching: asyncio.Task[None] | None = None
         self._fetching: dict[ObjectKey, asyncio.Task[Fetched]] = {}
+        self._probe = Probe(self.breaker, clock)
 
     @property
     def _pool(self) -> Pool:
@@ -200,6 +202,7 @@ class ReadThrough:
                 )
                 if not all(whole):
                     self._note_full(wave[whole.index(False)], brought, is_first=not done)
+                    _note_unasked(places, wave[-1].index, brought.elsewhere)
                     break
                 done += len(wave)
         except BaseException:
@@ -237,14 +240,20 @@ class ReadThrough:
         fetches = [task for key, task in self._fetching.items() if which(key.family)]
         await asyncio.gather(*map(asyncio.shield, fetches), return_exceptions=True)
 
+    async def close(self) -> None:
+        """Ask for nothing of its own accord any more."""
+        await self._probe.close()
+
     async def look(self, query: ChunkQuery) -> Elsewhere:
         """What of the query is there and not in the pool; brings nothing."""
         elsewhere = Elsewhere()
-        for wave in _waves(_places(query)):
+        places = _places(query)
+        for wave in _waves(places):
             whole = await asyncio.gather(
                 *(self._look_for(place, query.family, elsewhere) for place in wave)
             )
             if not all(whole):
+                _note_unasked(places, wave[-1].index, elsewhere)
                 break
         return elsewhere
 
@@ -279,25 +288,32 @@ class ReadThrough:
             place.key, names_of(place.key, place.parent), brought
         ):
             return True
-        if place.partial is None:
+        if place.partial is None or _is_unavailable(place, brought.elsewhere):
             return False
         names = dict[ObjectKey, str]()
-        for candidate in await self._best(place.partial, family, names):
+        for candidate in await self._best(place.partial, family, names, brought.elsewhere):
             if self._index.get(candidate.key) is None:
                 await self._bring_key(candidate.key, (names[candidate.key],), brought)
         return self._is_whole(place, family)
 
     async def _best(
-        self, asked: PartialChunk, family: KeyFamily, names: dict[ObjectKey, str]
+        self,
+        asked: PartialChunk,
+        family: KeyFamily,
+        names: dict[ObjectKey, str],
+        elsewhere: Elsewhere,
     ) -> Sequence[Candidate]:
         """The objects, here or there, that together hold most of the asked rows.
 
         Args:
             names: is filled with those of the objects there.
+            elsewhere: is told when the store can't say.
         """
         question = partial(find_by_tokens, family=family, asked=asked, chunk_size=self._chunk_size)
-        nothing: list[tuple[Candidate, str]] = []
-        found = await self._ask(question, nothing, {}, None)
+        found = await self._ask(question, None, {}, None)
+        if found is None:
+            elsewhere.unavailable.add(asked.index)
+            found = []
         names.update({candidate.key: name for candidate, name in found})
         here = self._index.candidates(family, _content(asked))
         there = [candidate for candidate, _ in found]
@@ -311,10 +327,10 @@ class ReadThrough:
             if await self._ask(find, None, elsewhere.reasons, place.key) is not None:
                 elsewhere.keys.add(place.key)
                 return True
-        if place.partial is None:
+        if place.partial is None or _is_unavailable(place, elsewhere):
             return False
         names = dict[ObjectKey, str]()
-        chosen = await self._best(place.partial, family, names)
+        chosen = await self._best(place.partial, family, names, elsewhere)
         elsewhere.candidates[place.index] = [one for one in chosen if one.key in names]
         return not cover(chosen, len(place.partial.tokens)).gaps
 
@@ -347,6 +363,8 @@ class ReadThrough:
                 "the persistent tier can't be read: %s; nothing is looked for there for a while",
                 error,
             )
+            assert self._store is not None
+            self._probe.begin(self._store)
 
     # --- an object ----------------------------------------------------------------------------------------------
 
@@ -505,6 +523,27 @@ async def _all_ended(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(result, BaseException):
             raise result
     return cast("list[T]", results)
+
+
+def _is_unavailable(place: _Place, elsewhere: Elsewhere) -> bool:
+    """Whether the store did not answer for the whole chunk: it is not asked for its parts, too."""
+    if place.key is None or elsewhere.reasons.get(place.key) is not MissReason.UNAVAILABLE:
+        return False
+    elsewhere.unavailable.add(place.index)
+    return True
+
+
+def _note_unasked(places: Sequence[_Place], last: int, elsewhere: Elsewhere) -> None:
+    """What lies behind a chunk that could not be asked for was not asked for either, and may be there.
+
+    Args:
+        last: the place up to which the query has come.
+    """
+    if not elsewhere.unavailable and MissReason.UNAVAILABLE not in elsewhere.reasons.values():
+        return
+    for place in places:
+        if place.index > last:
+            elsewhere.unavailable.add(place.index)
 
 
 def _content(asked: PartialChunk) -> Content:
