@@ -30,7 +30,7 @@ from benchmarks.samples import bootstrap_interval, interleaved, speed_ratio
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank
 from lmcache_qprotocol.layout import Layout, layout_id
 from lmcache_qserver.tier import ChunkStore, PutOutcome, open_store
-from lmcache_qserver.tier.format import ALIGNMENT, decode, encode, header_of
+from lmcache_qserver.tier.format import ALIGNMENT, Proof, encode, header_of
 from lmcache_qserver.tier.paths import name_of
 
 MIB = 1 << 20
@@ -85,8 +85,17 @@ class Objects:
 
     async def get(self, store: ChunkStore, index: int) -> None:
         """One object, proven."""
-        await self.get_bytes(store, index)
-        decode(self.header, self.target, self.key(index))
+        key = self.key(index)
+        proofs: list[Proof] = []
+
+        def observe(data: memoryview) -> None:
+            if proofs:
+                proofs[0].update(data)
+            else:  # the first target is the header
+                proofs.append(Proof(data, key))
+
+        await store.get_into(name_of(key), [self.header, self.target], observe=observe)
+        proofs[0].finish()
 
     async def get_bytes(self, store: ChunkStore, index: int) -> None:
         """One object as it lies there."""
@@ -180,7 +189,7 @@ def main() -> None:
         for chunk_mib in SIZES_MIB:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 name = f"{chunk_mib}mib{'_direct' if direct else ''}"
-                results[name] = measure(Path(folder), chunk_mib, options.rounds, direct)
+                results[name] = measure(Path(folder).resolve(), chunk_mib, options.rounds, direct)
                 print(name, json.dumps(results[name], indent=1), flush=True)
 
 

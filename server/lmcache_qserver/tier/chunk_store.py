@@ -31,7 +31,7 @@ import abc
 import builtins
 import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -47,6 +47,10 @@ QUARANTINE = "quarantine"
 _NAME = re.compile(
     rf"(?:[A-Za-z0-9_=~-][A-Za-z0-9._=~-]{{0,{MAX_SEGMENT_CHARS - 1}}}(?:/(?!$)|$))+"
 )
+
+
+Observe = Callable[[memoryview], None]
+"""Looks at bytes as they arrive."""
 
 
 class PutOutcome(str, Enum):
@@ -95,13 +99,20 @@ class ChunkStore(abc.ABC):
 
     @abc.abstractmethod
     def get_into(
-        self, name: str, targets: Sequence[memoryview], offset: int = 0, to_end: bool = True
+        self,
+        name: str,
+        targets: Sequence[memoryview],
+        offset: int = 0,
+        to_end: bool = True,
+        observe: Observe | None = None,
     ) -> Transfer[None]:
         """Fill the targets, one after the other, from the object's byte `offset` on.
 
         Args:
             targets: of bytes, contiguous, writable; the store's until the transfer is over.
             to_end: the object must end where the targets do; else it may be longer.
+            observe: called in a thread of the store's, before the outcome, with what has arrived: every byte once, in
+                order, of one target at a time. It keeps none of it. A TierError that it raises is the outcome.
 
         Raises:
             ValueError: a bad name, or no room at all.

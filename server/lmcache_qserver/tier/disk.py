@@ -1,5 +1,7 @@
 """Objects as files below one folder: what a thread does for `FileStore`. Blocking; any number of threads.
 
+How bytes go into a file is in writing.py, and how they come out of it in reading.py.
+
     ROOT/                    ours, 0700
         .tmp/                files that are being written, each locked (flock) by its writer
         .quarantine/         objects that were found to be broken, one beside the other; made when there is one
@@ -7,7 +9,7 @@
 
     A put
       1. a new file in .tmp, O_EXCL, locked
-      2. one writev, fdatasync                  the bytes are on the disk
+      2. writev, fdatasync                      the bytes are on the disk
       3. link to the object's name              fails if the name exists: create only, and no reader sees half a file
       4. fsync of the folder                    the name is on the disk; only then is the put answered
       5. unlink in .tmp
@@ -32,7 +34,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import stat
@@ -42,20 +43,20 @@ from collections.abc import Iterator, Sequence
 from lmcache_qserver.tier.chunk_store import (
     MAX_NAME_CHARS,
     Entry,
+    Observe,
     PutOutcome,
     is_name,
     kept_name,
 )
 from lmcache_qserver.tier.errors import Corrupt, Full, NotThere, Refused, TierError, Unavailable
+from lmcache_qserver.tier.helper import Helper
+from lmcache_qserver.tier.reading import Reading
+from lmcache_qserver.tier.writing import write_all
 
 TMP = ".tmp"
 QUARANTINE = ".quarantine"
 ATTEMPTS = 3
 """Puts of one object before giving up; each time something has taken its file or folder away."""
-ALIGNMENT = 4096
-MAX_BOUNCE_BYTES = 1 << 20
-"""Parts of up to this size are copied into aligned memory for O_DIRECT."""
-IOV_MAX = 1024
 RENAME_NOREPLACE = 1
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -102,10 +103,12 @@ class Disk:
             except BaseException:
                 os.close(self._root)
                 raise
+        self._helper = Helper("l2-files-helper")
 
     def close(self) -> None:
         """No other call may be running or come; closing again does nothing."""
         if self._root >= 0:
+            self._helper.close()
             os.close(self._root)
             self._root = -1
 
@@ -123,7 +126,14 @@ class Disk:
                 self._synced.clear()
             raise Unavailable(f"{self.root}: its files or folders are being taken away")
 
-    def get_into(self, name: str, targets: Sequence[memoryview], offset: int, to_end: bool) -> None:
+    def get_into(
+        self,
+        name: str,
+        targets: Sequence[memoryview],
+        offset: int,
+        to_end: bool,
+        observe: Observe | None = None,
+    ) -> None:
         """See `ChunkStore.get_into`."""
         wanted = sum(target.nbytes for target in targets)
         with _told(name, missing=NotThere), self._opened_to_read(name) as fd:
@@ -132,7 +142,7 @@ class Disk:
                 raise Refused(f"{name} is not a file")
             if found.st_size < offset + wanted or (to_end and found.st_size != offset + wanted):
                 raise Corrupt(f"{name} has {found.st_size} bytes instead of {offset + wanted}")
-            _read_all(fd, targets, offset, name)
+            Reading(fd, name, targets, offset, observe).run(self._helper.ask)
             if not offset and not self._read_only:
                 _mark_used(fd, found)
 
@@ -241,7 +251,7 @@ class Disk:
         fd, temporary = self._create_temporary()
         try:
             self._make_folder(folder)
-            _write_all(fd, parts, self._direct)
+            write_all(fd, parts, self._direct)
             os.fdatasync(fd)
             outcome = self._give_name(temporary, name)
             self._sync(folder)
@@ -376,68 +386,6 @@ def _told(what: str, missing: type[TierError] = Unavailable) -> Iterator[None]:
         if code in _FULL:
             raise Full(reason) from None
         raise (Refused if code in _REFUSED else Unavailable)(reason) from None
-
-
-def _write_all(fd: int, parts: Sequence[memoryview], direct: int) -> None:
-    """All parts to the file's beginning. O_DIRECT for the part of them that is aligned."""
-    if direct:
-        parts = _write_direct(fd, parts, direct)
-    left = list(parts)
-    while left:
-        written = os.writev(fd, left[:IOV_MAX])
-        left = _behind(left, written)
-
-
-def _write_direct(fd: int, parts: Sequence[memoryview], direct: int) -> list[memoryview]:
-    """Write what O_DIRECT takes; returns what is left."""
-    left = [_aligned(part) for part in parts]
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct)
-        while left and left[0].nbytes >= ALIGNMENT:
-            whole = [part[: part.nbytes // ALIGNMENT * ALIGNMENT] for part in left[:IOV_MAX]]
-            # Only the last of them may have a rest.
-            count = next(
-                (i + 1 for i, part in enumerate(left[:IOV_MAX]) if part.nbytes % ALIGNMENT),
-                len(whole),
-            )
-            written = os.writev(fd, whole[:count])
-            left = _behind(left, written)
-            if written % ALIGNMENT:
-                break
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # Not on this file system, or not from this memory: the rest goes through the cache.
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return left
-
-
-def _aligned(part: memoryview) -> memoryview:
-    """A small part in memory that begins on a page; a large one as it is."""
-    if part.nbytes > MAX_BOUNCE_BYTES:
-        return part
-    page = memoryview(mmap.mmap(-1, part.nbytes))
-    page[:] = part
-    return page
-
-
-def _behind(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the parts behind `done` bytes."""
-    while parts and done >= parts[0].nbytes:
-        done -= parts[0].nbytes
-        parts = parts[1:]
-    return [parts[0][done:], *parts[1:]] if done else parts
-
-
-def _read_all(fd: int, targets: Sequence[memoryview], offset: int, name: str) -> None:
-    left = list(targets)
-    while left:
-        done = os.preadv(fd, left[:IOV_MAX], offset)
-        if not done:
-            raise Corrupt(f"{name} has become shorter while it was read")
-        offset += done
-        left = _behind(left, done)
 
 
 def _entry(name: str, found: os.stat_result) -> Entry:

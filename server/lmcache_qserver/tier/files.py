@@ -14,6 +14,7 @@ from functools import partial
 from lmcache_qserver.tier.chunk_store import (
     ChunkStore,
     Entry,
+    Observe,
     PutOutcome,
     byte_views,
     check_name,
@@ -69,12 +70,17 @@ class FileStore(ChunkStore):
         return self._threads.submit(partial(self._disk.put, check_name(name), byte_views(parts)))
 
     def get_into(
-        self, name: str, targets: Sequence[memoryview], offset: int = 0, to_end: bool = True
+        self,
+        name: str,
+        targets: Sequence[memoryview],
+        offset: int = 0,
+        to_end: bool = True,
+        observe: Observe | None = None,
     ) -> Transfer[None]:
         """See `ChunkStore`."""
         views = byte_views(targets, writable=True)
         return self._threads.submit(
-            partial(self._disk.get_into, check_name(name), views, offset, to_end)
+            partial(self._disk.get_into, check_name(name), views, offset, to_end, observe)
         )
 
     async def head(self, name: str) -> Entry | None:

@@ -270,20 +270,22 @@ class Proof:
 
     Args:
         head: exactly the header's bytes.
+        key: whose object it must be; None for whoever's.
 
     Raises:
         Corrupt: it is not a header that `encode` makes.
     """
 
-    def __init__(self, head: memoryview) -> None:
+    def __init__(self, head: memoryview, key: ObjectKey | None = None) -> None:
         self.header = read_header(head)
+        self._key = key
         raw = bytes(head)
         self._digits = raw[_DIGITS]
         self._state = xxhash.xxh3_64(_blanked(raw))
         self._nbytes = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes behind the header, contiguous; the GIL is free meanwhile.
+        """Take the next bytes behind the header, contiguous; an observer for `ChunkStore.get_into`.
 
         Raises:
             Corrupt: there are more than the header says.
@@ -294,7 +296,7 @@ class Proof:
         self._state.update(data)
 
     def finish(self) -> Header:
-        """The header of an object that is whole and unchanged.
+        """The header of an object that is whole, unchanged and the key's.
 
         Raises:
             Corrupt: it is not.
@@ -303,7 +305,12 @@ class Proof:
             raise self._wrong_length()
         if self._state.hexdigest().encode() != self._digits:
             raise Corrupt("the object's bytes have changed since they were written")
-        return self.header
+        header, key = self.header, self._key
+        if key is not None and (
+            header.key_digest != key.digest() or header.address != address_of(key, header.parent)
+        ):
+            raise Corrupt("the object is another key's")
+        return header
 
     def _wrong_length(self) -> Corrupt:
         return Corrupt(
@@ -321,14 +328,9 @@ def decode(head: memoryview, data: memoryview, key: ObjectKey | None = None) -> 
     Raises:
         Corrupt: it is not; the message says what was found first.
     """
-    proof = Proof(head)
+    proof = Proof(head, key)
     proof.update(data)
-    header = proof.finish()
-    if key is not None and (
-        header.key_digest != key.digest() or header.address != address_of(key, header.parent)
-    ):
-        raise Corrupt("the object is another key's")
-    return header
+    return proof.finish()
 
 
 # --- the JSON -----------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from lmcache_qserver.tier.chunk_store import (
     QUARANTINE,
     ChunkStore,
     Entry,
+    Observe,
     PutOutcome,
     byte_views,
     check_name,
@@ -140,13 +141,18 @@ class ObjectStore(ChunkStore):
         return transfer
 
     def get_into(
-        self, name: str, targets: Sequence[memoryview], offset: int = 0, to_end: bool = True
+        self,
+        name: str,
+        targets: Sequence[memoryview],
+        offset: int = 0,
+        to_end: bool = True,
+        observe: Observe | None = None,
     ) -> Transfer[None]:
         """See `ChunkStore`."""
         check_name(name)
         views = byte_views(targets, writable=True)
         transfer: Transfer[None] = Transfer()
-        self._start(transfer, self._get(name, views, offset, to_end, transfer))
+        self._start(transfer, self._get(name, views, offset, to_end, observe, transfer))
         return transfer
 
     async def head(self, name: str) -> Entry | None:
@@ -259,6 +265,7 @@ class ObjectStore(ChunkStore):
         targets: Sequence[memoryview],
         offset: int,
         to_end: bool,
+        observe: Observe | None,
         transfer: Transfer[None],
     ) -> None:
         total = sum(target.nbytes for target in targets)
@@ -273,6 +280,8 @@ class ObjectStore(ChunkStore):
         )
         errors = [_unexpected(item) for item in done if item is not None]
         error = await self._explain(name, errors, offset + total)
+        if error is None and observe is not None:
+            error = await self._show(targets, observe)
         if error is None:
             transfer.succeed(None)
         else:
@@ -326,6 +335,16 @@ class ObjectStore(ChunkStore):
                 return Corrupt(f"{name} has {entry.nbytes} bytes, fewer than {least}")
         return errors[0]
 
+    async def _show(self, targets: Sequence[memoryview], observe: Observe) -> BaseException | None:
+        """Let the observer see what has arrived; returns what it raises."""
+        showing = self._copying.submit(partial(_show_each, targets, observe))
+        await showing.wait_until_over()
+        try:
+            await showing
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            return _unexpected(error)
+        return None
+
     async def _look(self) -> None:
         async for _ in self.list():
             return
@@ -374,6 +393,11 @@ def _scatter(received: Any, targets: Sequence[memoryview], place: int) -> None:
             place -= target.nbytes
         if not source.nbytes:
             return
+
+
+def _show_each(targets: Sequence[memoryview], observe: Observe) -> None:
+    for target in targets:
+        observe(target)
 
 
 def _unexpected(error: BaseException) -> BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Sequence
 
-from lmcache_qserver.tier.chunk_store import ChunkStore, Entry, PutOutcome
+from lmcache_qserver.tier.chunk_store import ChunkStore, Entry, Observe, PutOutcome
 from lmcache_qserver.tier.errors import Refused
 from lmcache_qserver.tier.transfer import Transfer
 
@@ -25,10 +25,15 @@ class ReadOnlyStore(ChunkStore):
         return transfer
 
     def get_into(
-        self, name: str, targets: Sequence[memoryview], offset: int = 0, to_end: bool = True
+        self,
+        name: str,
+        targets: Sequence[memoryview],
+        offset: int = 0,
+        to_end: bool = True,
+        observe: Observe | None = None,
     ) -> Transfer[None]:
         """See `ChunkStore`."""
-        return self._store.get_into(name, targets, offset, to_end)
+        return self._store.get_into(name, targets, offset, to_end, observe)
 
     async def head(self, name: str) -> Entry | None:
         """See `ChunkStore`."""

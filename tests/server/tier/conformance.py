@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lmcache_qserver.tier import ChunkStore, Corrupt, Entry, NotThere, PutOutcome, Transfer
+from lmcache_qserver.tier.chunk_store import Observe
 from lmcache_qserver.tier.errors import TierError, Unavailable
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -155,6 +156,53 @@ class StoreConformance:
         await store.get_into(NAME, [memoryview(target)], 9900)
         assert bytes(target) == data[9900:].tobytes()
 
+    @pytest.mark.parametrize("nbytes", [1, MIB, MIB + 1, 20 * MIB + 5])
+    async def test_an_observer_sees_every_byte_once_and_in_order(
+        self, store: ChunkStore, nbytes: int
+    ) -> None:
+        header, data = data_of(4 * KIB, 1), data_of(nbytes, 2)
+        await put(store, NAME, header, data)
+        targets = [bytearray(4 * KIB), bytearray(nbytes)]
+        seen: list[bytes] = []
+        reading = store.get_into(
+            NAME, [memoryview(target) for target in targets], observe=_into(seen)
+        )
+        await reading
+        assert seen[0] == header.tobytes()  # of one target at a time
+        assert b"".join(seen) == header.tobytes() + data.tobytes() == b"".join(targets)
+        await asyncio.wait_for(reading.wait_until_over(), DEADLINE_S)
+        del reading
+        for target in targets:
+            await until_resizable(target)
+
+    async def test_an_observer_of_a_part_sees_the_part(self, store: ChunkStore) -> None:
+        data = data_of(3 * MIB)
+        await put(store, NAME, data)
+        targets = [memoryview(bytearray(1)) for _ in range(3000)]
+        seen: list[bytes] = []
+        await store.get_into(NAME, targets, MIB, to_end=False, observe=_into(seen))
+        assert seen == [bytes([byte]) for byte in data[MIB : MIB + 3000]]
+
+    async def test_what_an_observer_raises_is_the_outcome(self, store: ChunkStore) -> None:
+        await put(store, NAME, data_of(3 * MIB))
+        target = bytearray(3 * MIB)
+
+        def refuse(_data: memoryview) -> None:
+            raise Corrupt("not what I hoped for")
+
+        reading = store.get_into(NAME, [memoryview(target)], observe=refuse)
+        with pytest.raises(Corrupt, match="hoped for"):
+            await reading
+        await asyncio.wait_for(reading.wait_until_over(), DEADLINE_S)
+        del reading
+        await until_resizable(target)
+
+    async def test_of_what_is_not_there_an_observer_sees_nothing(self, store: ChunkStore) -> None:
+        seen: list[bytes] = []
+        with pytest.raises(NotThere):
+            await store.get_into(NAME, [memoryview(bytearray(9))], observe=_into(seen))
+        assert seen == []
+
     @pytest.mark.parametrize(
         ("nbytes", "offset", "to_end"),
         [
@@ -256,13 +304,13 @@ class StoreConformance:
         await transfer
         await asyncio.wait_for(transfer.wait_until_over(), DEADLINE_S)
         del transfer
-        await _until_resizable(data)
+        await until_resizable(data)
         target = bytearray(MIB)
         reading = store.get_into(NAME, [memoryview(target)])
         await reading
         await asyncio.wait_for(reading.wait_until_over(), DEADLINE_S)
         del reading
-        await _until_resizable(target)
+        await until_resizable(target)
 
     async def test_reading_while_another_deletes(
         self, store: ChunkStore, second: ChunkStore
@@ -454,11 +502,15 @@ class StoreConformance:
         assert sorted(codes) == ["corrupt", "full", "not_there", "refused", "unavailable"]
 
 
+def _into(seen: list[bytes]) -> Observe:
+    return lambda data: seen.append(bytes(data))
+
+
 async def _wait_for(transfer: Transfer[Any]) -> None:
     await transfer
 
 
-async def _until_resizable(buffer: bytearray) -> None:
+async def until_resizable(buffer: bytearray) -> None:
     """A bytearray can't be resized as long as anybody has a view of it."""
     for _ in range(100):
         try:

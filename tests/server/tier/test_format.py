@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from lmcache_qserver.tier.format import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
     Header,
+    Proof,
     decode,
     encode,
     header_bytes,
@@ -426,6 +428,27 @@ def test_data_of_another_length_are_told_as_such() -> None:
     key, head, data = small()
     with pytest.raises(Corrupt, match="511 bytes of data instead of 512"):
         accepts(key, head, data[:-1])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 512), max_size=6))
+def test_data_may_come_in_any_stretches(cuts: list[int]) -> None:
+    key, head, data = small()
+    proof = Proof(memoryview(head), key)
+    places = [0, *sorted(cuts), len(data)]
+    for a, b in itertools.pairwise(places):
+        proof.update(memoryview(data)[a:b])
+    assert proof.finish() == accepts(key, head, data)
+    with pytest.raises(Corrupt, match="bytes of data instead of"):
+        proof.update(memoryview(b"x"))
+
+
+def test_a_proof_knows_whose_object_it_must_be() -> None:
+    _key, head, data = small()
+    proof = Proof(memoryview(head), key_of(layout_of(), rows=(0, 4)))
+    proof.update(memoryview(data))
+    with pytest.raises(Corrupt, match="another key's"):
+        proof.finish()
 
 
 def _with_checksum(head: bytes, data: bytes) -> bytes:
