@@ -33,8 +33,8 @@ from tests.worker_client.capture.fake_vllm import (
 )
 
 MODEL = "org/shaped"
-KEYS = 500
-"""Added to a layer's number, makes its keys unlike its queries."""
+KEYS, OUTPUTS = 500, 1000
+"""Added to a layer's number, makes its keys and its outputs unlike its queries."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _FINITE = {1: 0x3F, 2: 0x3FFF, 4: 0x3FFFFFFF}
 """Bits of a type of this size that make no NaN and no infinity."""
@@ -60,6 +60,7 @@ class Shape:
         groups: (spec, numbers of its layers) of each cache group.
         heads, kv_heads: of the whole model; a KV head lies on several ranks where there are more of these.
         dim, dims: elements per head, of all layers and of some.
+        output_dim: elements per head of what attention makes; 0 for as many as a query has.
         engine_block: what the configuration says of all groups.
         stages: numbers of the layers of each pipeline stage; None for one stage.
         attributes: of each layer object, besides heads and size.
@@ -70,6 +71,7 @@ class Shape:
     kv_heads: int = 1
     dim: int = 8
     dims: Mapping[int, int] = field(default_factory=dict)
+    output_dim: int = 0
     dtype: torch.dtype = torch.float32
     engine_block: int = 16
     tp: int = 1
@@ -117,6 +119,7 @@ class Rank:
         )
         self.url = url
         self.has_keys = any(kind.tensor == "k" for kind in kinds)
+        self.has_outputs = any(kind.tensor == "o" for kind in kinds)
         ways = [(kind, self.connect(kind.name)) for kind in kinds]
         self.capture = QRingBufferCapture(ways, RingSettings(), self.connect)
         self.capture.setup_q_ring(caches([*names, *shared]), self.cache_config, self.config)
@@ -151,7 +154,7 @@ class Rank:
                 "num_heads": shape.heads // shape.tp,
                 "num_kv_heads": max(1, shape.kv_heads // shape.tp),
                 "head_size": shape.dim_of(number),
-                "head_size_v": shape.dim_of(number),
+                "head_size_v": shape.output_dim or shape.dim_of(number),
                 "attn_type": "decoder",
                 "kv_sharing_target_layer_name": None if target is None else self.name(target),
                 **shape.attributes,
@@ -188,6 +191,18 @@ class Rank:
                 sink = self.capture.layer_sink()
             else:
                 sink(name, tensors)
+            self._hand_outputs(name, positions, salts, heads)
+
+    def _hand_outputs(
+        self, name: str, positions: Sequence[int], salts: Sequence[int], heads: range
+    ) -> None:
+        """What a layer's attention makes, behind it."""
+        sink = self.capture.output_sink()
+        if self.has_outputs and sink is not None:
+            layer, shape = layer_id(name), self.shape
+            dim = shape.output_dim or shape.dim_of(layer)
+            rows = rows_of(positions, salts, OUTPUTS + layer, heads, dim, shape.dtype)
+            sink(name, {"o": rows})
 
 
 def rows_of(
@@ -328,6 +343,12 @@ class ShapedEngine:
         shape = self.shape
         heads, dim = range(shape.kv_heads), shape.dim_of(layer)
         return values(range(tokens), KEYS + layer, heads, dim, shape.dtype, self._salts[name])
+
+    def right_outputs(self, name: str, tokens: int, layer: int) -> torch.Tensor:
+        """The same of what its attention made."""
+        shape = self.shape
+        heads, dim = range(shape.heads), shape.output_dim or shape.dim_of(layer)
+        return values(range(tokens), OUTPUTS + layer, heads, dim, shape.dtype, self._salts[name])
 
     def shutdown(self) -> None:
         """The engine ends."""

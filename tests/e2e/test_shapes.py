@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lmcache_qclient.capture.tensor_kind import TensorKind
+from lmcache_qclient.features.attention_output import FEATURE as OUTPUT
 from lmcache_qclient.features.key import FEATURE as KEY
 from lmcache_qclient.features.query import FEATURE as QUERY
 from lmcache_qclient.qcache import MissReason, QCacheContext, connect
@@ -220,14 +221,24 @@ def test_c16_mla_with_61_layers_and_10_requests_at_once(daemon: RunningDaemon) -
     """Query heads of 192, values of 128; the engine's head size is that of the latent vector."""
     mla = {"head_size": 576, "qk_head_dim": 192, "v_head_dim": 128, "kv_lora_rank": 512}
     shape = Shape(
-        [(MLAAttentionSpec(64), range(61))], heads=2, dim=192, dtype=torch.bfloat16, attributes=mla
+        [(MLAAttentionSpec(64), range(61))],
+        heads=2,
+        dim=192,
+        output_dim=128,
+        dtype=torch.bfloat16,
+        attributes=mla,
     )
-    engine = ShapedEngine(daemon.url, shape)
+    engine = ShapedEngine(daemon.url, shape, kinds=(QUERY, OUTPUT))
     prompts = {f"r{seed}": token_ids(20 + 13 * seed, seed) for seed in range(10)}
     engine.step(*((name, tokens, 0, len(tokens)) for name, tokens in prompts.items()))
     engine.end(*prompts)
     for name, tokens in prompts.items():
         check(daemon, engine, name, tokens, range(61))
+        with opened(daemon) as cache:
+            outputs = cache.retrieve(tokens, feature="attention_output")
+        assert outputs.tensor.shape == (61, len(tokens), 2, 128)
+        for layer in range(61):
+            assert same(outputs.layer(layer), engine.right_outputs(name, len(tokens), layer))
     engine.shutdown()
 
 
