@@ -6,7 +6,6 @@ outcomes are written to docs/capture-matrix.md.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +14,15 @@ from typing import Any
 import pytest
 
 from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
+from tests.e2e import matrix_document
 from tests.e2e.test_vllm import IN_PROCESS, MODEL, ROOT, TRANSFER, job, prompt, run
 
 pytestmark = pytest.mark.vllm
 
 CHUNK, BLOCK = 64, 32
 TOLERANCE = 5e-5
-DOCUMENT = ROOT / "docs" / "capture-matrix.md"
-HEAD = """# What has been captured, and compared
-
+TITLE = matrix_document.TITLES[0]
+HEAD = """\
 Stock vLLM 0.32 on a CPU, SmolLM2-135M in fp32, chunks of 64 tokens, engine blocks of 32. Each row is one run of
 `tests/e2e/test_vllm_matrix.py` (made by `QSERVER_MATRIX=1 make test-vllm`): every stored row of every layer is compared
 with transformers; *computed* is counted from the scheduler's `num_scheduled_tokens`, outside of our ledger. LoRA
@@ -146,12 +145,9 @@ def compared(daemon: RunningDaemon, report: dict[str, Any], drafts: bool) -> tup
 
 def note(case: Case, coverage: dict[str, Any], rows: int, worst: float) -> None:
     """One line of the document."""
-    if not os.environ.get("QSERVER_MATRIX"):
-        return
     lost = ", ".join(f"{reason} {count}" for reason, count in coverage["lost"].items() if count)
-    line = f"| {case.name} | {coverage['computed']} | {coverage['captured']} | {lost} | {rows} | {worst:.1e} |\n"
-    before = HEAD if case is CASES[0] else DOCUMENT.read_text()
-    DOCUMENT.write_text(before + line)
+    counts = (coverage["computed"], coverage["captured"])
+    matrix_document.write_row(TITLE, HEAD, case.name, *counts, lost, rows, f"{worst:.1e}")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -22,6 +22,8 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+WIDE: dict[str, Any] = {**COMMON, "hidden_size": 128}
+"""Heads of 32 for architectures that say no `head_dim`: vLLM's CPU attention takes no heads of 16."""
 
 
 def llama() -> Any:
@@ -133,6 +135,64 @@ def deepseek() -> Any:
     )
 
 
+def granite() -> Any:
+    """Every second layer is Mamba 2."""
+    from transformers import GraniteMoeHybridConfig
+
+    return GraniteMoeHybridConfig(
+        **WIDE,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        position_embedding_type="rope",
+    )
+
+
+def qwen3_next() -> Any:
+    """A gated delta net, then attention whose queries are normed and come with a gate. Two layers: see `deepseek`."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **COMMON,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,  # what vLLM's CPU kernels take
+        linear_value_head_dim=128,
+        num_experts=2,
+        num_experts_per_tok=2,  # all: else rounding decides which expert a token gets
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+
+
+def lfm2() -> Any:
+    """Every second layer is a short convolution."""
+    from transformers import Lfm2Config
+
+    # vLLM reads the names of the published checkpoints, of which transformers knows not all.
+    published: dict[str, Any] = {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 96}
+    return Lfm2Config(
+        **WIDE,
+        **published,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+    )
+
+
 def make_model(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a checkpoint with random weights."""
     from transformers import AutoModelForCausalLM
@@ -142,7 +202,7 @@ def make_model(config: Any, folder: Path, dtype: torch.dtype = torch.float32) ->
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The usual 0.02 leaves the tokens' rows too much alike for a mix-up to show.
-            if parameter.dim() > 1 and "conv" not in name:
+            if parameter.dim() > 1 and not name.endswith(("conv.weight", "conv1d.weight")):
                 parameter.normal_(0, 0.1)
     model.to(dtype).save_pretrained(folder)
     return folder
