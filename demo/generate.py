@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from demo.audit import FEATURES
 from demo.prompts import PROMPTS, tokenize
 
 MAX_TOKENS = 8
@@ -60,7 +61,7 @@ def main() -> None:
             "kv_connector_module_path": "lmcache_qclient.vllm.connector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
-                "lmcache.mp.transfer_intermediate_tensors": True,
+                "lmcache.mp.transfer_intermediate_tensors": list(FEATURES),
                 "lmcache.q.server_url": options.server_url,
             },
         },

@@ -1,32 +1,53 @@
-"""The independent reference: what the queries of a prompt are, by transformers alone.
+"""The independent reference: what the queries, keys and attention of a prompt are, by transformers alone.
 
-Neither vLLM nor any code of this project takes part. The whole prompt goes through the model in one pass in fp32; a
-hook keeps the output of every layer's `q_proj`, and transformers' own rotary embedding turns it. That is the tensor
-that attention multiplies with K: after RoPE, the softmax scale not folded in.
+Neither vLLM nor any code of this project takes part. The whole prompt goes through the model in one pass in fp32;
+hooks keep the outputs of every layer's `q_proj` and `k_proj`, and transformers' own rotary embedding turns them. These
+are the tensors that attention multiplies: after RoPE, the softmax scale not folded in. The attention itself is what
+transformers' eager implementation gives out (`output_attentions`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-class Reference:
-    """A Llama model in transformers (fp32, CPU, eager attention), loaded once and asked many times."""
+@dataclass(frozen=True)
+class ReferencePass:
+    """What one pass of a prompt computes; in the reference's dtype, CPU, positions 0, 1, ...
 
-    def __init__(self, model_dir: Path) -> None:
+    Attributes:
+        queries: [layers, tokens, heads, head_dim].
+        keys: [layers, tokens, kv_heads, head_dim].
+        attention: of each layer, [heads, tokens, tokens]; a row per token that looks. Empty if it was not asked for.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    attention: tuple[torch.Tensor, ...]
+
+
+class Reference:
+    """A Llama model in transformers (CPU, eager attention), loaded once and asked many times.
+
+    In float64 it tells what part of a difference is the rounding of which side. Norms, rotary angles and softmax are
+    computed in fp32 then, too, so it is exact to about 1e-6 of a weight.
+    """
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         """Load the checkpoint in `model_dir`; no network. ValueError for a model that is not a plain Llama."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            str(model_dir), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+            str(model_dir), dtype=dtype, attn_implementation="eager", local_files_only=True
         )
         if model.config.model_type != "llama":
             raise ValueError(
@@ -34,32 +55,49 @@ class Reference:
                 "models may do more (q_norm, partial rotation)"
             )
         self.model = model.eval()
-        self.num_heads: int = model.config.num_attention_heads
         self.head_dim: int = model.model.layers[0].self_attn.head_dim
 
-    @torch.inference_mode()
     def queries(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Queries of `token_ids` at positions 0, 1, ...: fp32, CPU, [layers, tokens, heads, head_dim]."""
+        """Queries of `token_ids` at positions 0, 1, ...: CPU, [layers, tokens, heads, head_dim]."""
+        return self.run(token_ids).queries
+
+    @torch.inference_mode()
+    def run(self, token_ids: Sequence[int], *, attention: bool = False) -> ReferencePass:
+        """One pass of `token_ids`; with `attention` its weights too (layers * heads * tokens² numbers)."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         decoder = self.model.model
-        projected: list[torch.Tensor] = []
-
-        def keep(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            projected.append(output[0])  # [tokens, heads * head_dim]
-
-        hooks = [layer.self_attn.q_proj.register_forward_hook(keep) for layer in decoder.layers]
+        projected: dict[str, list[torch.Tensor]] = {"q_proj": [], "k_proj": []}
+        hooks = []
+        for layer in decoder.layers:
+            for name, kept in projected.items():
+                projection = getattr(layer.self_attn, name)
+                hooks.append(projection.register_forward_hook(_keep(kept)))
         try:
-            decoder(torch.tensor([list(token_ids)]), use_cache=False)
+            output = decoder(
+                torch.tensor([list(token_ids)]), use_cache=False, output_attentions=attention
+            )
         finally:
             for hook in hooks:
                 hook.remove()
         # [layers, heads, tokens, head_dim]: layers take the place of the batch, the positions are the same for all.
-        shape = (len(projected), len(token_ids), self.num_heads, self.head_dim)
-        q = torch.stack(projected).view(shape).transpose(1, 2)
+        shape = (len(decoder.layers), len(token_ids), -1, self.head_dim)
+        q, k = (torch.stack(kept).view(shape).transpose(1, 2) for kept in projected.values())
         cos, sin = decoder.rotary_emb(q, torch.arange(len(token_ids)).unsqueeze(0))
-        turned: torch.Tensor = apply_rotary_pos_emb(q, q[:, :1], cos, sin)[0]
-        return turned.transpose(1, 2).contiguous()
+        queries, keys = (
+            turned.transpose(1, 2).contiguous() for turned in apply_rotary_pos_emb(q, k, cos, sin)
+        )
+        weights = output.attentions if attention else ()
+        return ReferencePass(queries, keys, tuple(one[0] for one in weights))
+
+
+def _keep(kept: list[torch.Tensor]) -> Callable[..., None]:
+    """A forward hook that appends a module's output [tokens, width] to `kept`."""
+
+    def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        kept.append(output[0])
+
+    return hook
 
 
 @functools.lru_cache(maxsize=1)
