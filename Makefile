@@ -23,7 +23,7 @@ endef
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-demo: .venv-vllm/.ready  ## capture queries from a real model, edit them, draw what they show
+demo: .venv-vllm/.ready  ## capture queries and keys of a real model, check them, draw their attention
 	$(ENGINE_ENV) .venv-vllm/bin/python -m demo
 
 test: .venv/.ready  ## all tests that need no engine

@@ -9,7 +9,7 @@ Stored queries and keys are what attention multiplies, after RoPE; the scale is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ class Comparison:
 
 
 def compare_attention(
-    queries: torch.Tensor, keys: torch.Tensor, reference: Sequence[torch.Tensor]
+    queries: torch.Tensor, keys: torch.Tensor, reference: Iterable[torch.Tensor]
 ) -> Comparison:
     """Attention from `queries` and `keys` [layers, tokens, heads, head_dim], beside one [heads, T, T] per layer.
 

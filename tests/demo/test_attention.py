@@ -12,6 +12,7 @@ from demo.attention import (
     attention_weights,
     compare_attention,
     largest_difference,
+    median_head,
     sink_mass,
 )
 
@@ -107,6 +108,12 @@ def test_sink_mass_needs_a_token_beside_the_sink() -> None:
         sink_mass(torch.eye(SINK_TOKENS)[None])
 
 
+def test_median_head_is_the_one_in_the_middle() -> None:
+    mass = torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.8, 0.7]])
+    assert median_head(mass[:1]) == (0, 2)
+    assert median_head(mass) == (1, 2)
+
+
 def test_difference_is_the_worst_one_and_infinite_where_not_finite() -> None:
     reference = torch.zeros(2, 3)
     ours = reference.clone()
@@ -133,6 +140,7 @@ def test_comparison_of_what_agrees(query: torch.Tensor, key: torch.Tensor) -> No
     assert found.mass.shape == (LAYERS, HEADS)
     assert found.weight_error < 1e-7
     assert found.mass_error < 1e-7
+    assert found.beyond == 0
     assert found.mass[1].tolist() == sink_mass(attention_weights(query[1], key[1])).tolist()
 
 
@@ -175,3 +183,14 @@ def test_comparison_notices_broken_keys(
     found = compare_attention(query, broken(key), eager(query, key))
     assert found.weight_error > 1e-5
     assert found.mass_error > 1e-5
+    assert found.beyond > 1e-6
+
+
+def test_comparison_counts_what_is_off(query: torch.Tensor, key: torch.Tensor) -> None:
+    reference = eager(query, key)
+    reference[0][2, 5, 1] += 2e-5
+    reference[1][4, 6, 6] -= 3e-5
+    reference[1][4, 6, 0] = math.nan
+    found = compare_attention(query, key, reference)
+    assert found.weight_error == math.inf
+    assert found.beyond == 3 / (LAYERS * HEADS * TOKENS * (TOKENS + 1) / 2)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from demo.attention import compare_attention
 from demo.reference import Reference, max_relative_row_error, reference_queries
 
 pytestmark = pytest.mark.vllm
@@ -41,25 +42,29 @@ def roped(query: torch.Tensor, theta: float) -> torch.Tensor:
     return turned
 
 
-def query_of_layer(hidden: torch.Tensor, layer: int, model_dir: Path) -> torch.Tensor:
-    """Query [tokens, 9, 64] of `layer` from the hidden states [tokens, 576] that go into it, in float64."""
+def of_layer(kind: str, hidden: torch.Tensor, layer: int, model_dir: Path) -> torch.Tensor:
+    """Query (`q`) or key (`k`) [tokens, heads, 64] of `layer` from the hidden states [tokens, 576], in float64."""
     w = weights(model_dir)
     x = hidden.double()
     norm = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5)
     norm = norm * w[f"model.layers.{layer}.input_layernorm.weight"].double()
-    query = norm @ w[f"model.layers.{layer}.self_attn.q_proj.weight"].double().T
-    return roped(query.view(len(x), 9, 64), theta=100_000.0)
+    projected = norm @ w[f"model.layers.{layer}.self_attn.{kind}_proj.weight"].double().T
+    return roped(projected.view(len(x), -1, 64), theta=100_000.0)
 
 
 def test_first_layer_is_what_the_formulas_say(
     reference: Reference, model_dir: Path, tokenizer: Any
 ) -> None:
     token_ids = tokenizer.encode(TEXT)
-    queries = reference.queries(token_ids)
+    one_pass = reference.run(token_ids)
+    queries, keys = one_pass.queries, one_pass.keys
     assert (queries.shape, queries.dtype) == ((30, len(token_ids), 9, 64), torch.float32)
+    assert (keys.shape, keys.dtype) == ((30, len(token_ids), 3, 64), torch.float32)
+    assert one_pass.attention == ()
     embedded = weights(model_dir)["model.embed_tokens.weight"][token_ids]
-    expected = query_of_layer(embedded, 0, model_dir)
-    assert max_relative_row_error(queries[:1], expected[None]) < 1e-5
+    for kind, tensor in (("q", queries), ("k", keys)):
+        expected = of_layer(kind, embedded, 0, model_dir)
+        assert max_relative_row_error(tensor[:1], expected[None]) < 1e-5
 
 
 def test_later_layer_is_what_the_formulas_say(
@@ -70,8 +75,10 @@ def test_later_layer_is_what_the_formulas_say(
         hidden = reference.model.model(
             torch.tensor([token_ids]), output_hidden_states=True
         ).hidden_states
-    expected = query_of_layer(hidden[17][0], 17, model_dir)
-    assert max_relative_row_error(reference.queries(token_ids)[17:18], expected[None]) < 1e-5
+    one_pass = reference.run(token_ids)
+    for kind, tensor in (("q", one_pass.queries), ("k", one_pass.keys)):
+        expected = of_layer(kind, hidden[17][0], 17, model_dir)
+        assert max_relative_row_error(tensor[17:18], expected[None]) < 1e-5
 
 
 def test_rotation_by_hand_would_notice_interleaved_pairs(
@@ -81,10 +88,24 @@ def test_rotation_by_hand_would_notice_interleaved_pairs(
     token_ids = tokenizer.encode(TEXT)
     w = weights(model_dir)
     interleave = torch.arange(64).view(2, 32).T.flatten()
-    expected = query_of_layer(w["model.embed_tokens.weight"][token_ids], 0, model_dir)[
+    expected = of_layer("q", w["model.embed_tokens.weight"][token_ids], 0, model_dir)[
         ..., interleave
     ]
     assert max_relative_row_error(reference.queries(token_ids)[:1], expected[None]) > 0.1
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 5e-6), (torch.float64, 1e-6)])
+def test_attention_is_what_queries_and_keys_make_of_it(
+    model_dir: Path, tokenizer: Any, dtype: torch.dtype, rounding: float
+) -> None:
+    token_ids = tokenizer.encode(TEXT)
+    one_pass = Reference(model_dir, dtype).run(token_ids, attention=True)
+    assert [one.shape for one in one_pass.attention] == [(9, len(token_ids), len(token_ids))] * 30
+    assert one_pass.queries.dtype == one_pass.attention[0].dtype == dtype
+    found = compare_attention(one_pass.queries, one_pass.keys, one_pass.attention)
+    assert found.weight_error < rounding
+    swapped = one_pass.keys.roll(1, 0)
+    assert compare_attention(one_pass.queries, swapped, one_pass.attention).weight_error > 0.1
 
 
 def test_queries_depend_only_on_what_came_before(reference: Reference, tokenizer: Any) -> None:

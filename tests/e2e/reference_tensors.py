@@ -66,22 +66,3 @@ def attention_tensors(reference: Reference, token_ids: Sequence[int]) -> Attenti
     turned = apply_rotary_pos_emb(*heads_first, cos, sin)
     query, key = (tensor.transpose(1, 2).contiguous() for tensor in turned)
     return AttentionTensors(query, key, v, o, torch.stack([one[0] for one in weights]))
-
-
-def attention_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """softmax(QK^T * scale), causal; grouped heads share keys.
-
-    Args:
-        query, key: `[layers, tokens, heads, head_dim]`, as they are stored.
-
-    Returns:
-        float64 `[layers, heads, tokens, tokens]`.
-    """
-    group = query.shape[2] // key.shape[2]
-    keys = key.repeat_interleave(group, dim=2)
-    query, keys = query.double(), keys.double()  # no rounding of ours beside the engines'
-    scores = torch.einsum("lqhd,lkhd->lhqk", query, keys) * query.shape[-1] ** -0.5
-    tokens = query.shape[1]
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    weights: torch.Tensor = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-    return weights
