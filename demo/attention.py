@@ -9,7 +9,7 @@ Stored queries and keys are what attention multiplies, after RoPE; the scale is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +102,27 @@ def compare_attention(
     """
     num_layers, tokens, heads, _ = queries.shape
     masses, mass_error, weight_error, many = [], 0.0, 0.0, 0
-    for query, key, eager in zip(queries, keys, reference, strict=True):  # one layer in memory
-        weights, wanted = attention_weights(query, key), eager[:, :tokens, :tokens]
-        masses.append(sink_mass(weights))
-        mass_error = max(mass_error, largest_difference(masses[-1], sink_mass(wanted)))
-        error = largest_difference(weights, wanted)
-        weight_error = max(weight_error, error)
-        if error > FINE:
-            many += int(((weights - wanted).abs_() <= FINE).logical_not_().sum())
+    for layer in zip(queries, keys, reference, strict=True):
+        for query, key, eager in _by_key_head(*layer):
+            weights, wanted = attention_weights(query, key), eager[:, :tokens, :tokens]
+            masses.append(sink_mass(weights))
+            mass_error = max(mass_error, largest_difference(masses[-1], sink_mass(wanted)))
+            error = largest_difference(weights, wanted)
+            weight_error = max(weight_error, error)
+            if error > FINE:
+                many += int(((weights - wanted).abs_() <= FINE).logical_not_().sum())
     seen = num_layers * heads * tokens * (tokens + 1) // 2  # what a token sees: itself and before
-    return Comparison(torch.stack(masses), mass_error, weight_error, many / seen)
+    mass = torch.cat(masses).view(num_layers, heads)
+    return Comparison(mass, mass_error, weight_error, many / seen)
+
+
+def _by_key_head(
+    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """One layer, a key head and its query heads at a time: what is computed of them then stays small.
+
+    ValueError if the heads can't be shared out.
+    """
+    kv_heads = key.shape[1]
+    groups = query.chunk(kv_heads, dim=1), key.chunk(kv_heads, dim=1), weights.chunk(kv_heads)
+    yield from zip(*groups, strict=True)
