@@ -17,7 +17,7 @@ import torch
 SINK_TOKENS = 4
 """The attention sink of StreamingLLM (arXiv 2309.17453): the first four tokens, whatever they say."""
 FINE = 1e-5
-"""Absolute, of a weight between 0 and 1: what fp32 passes of other kernels agree in, but for a few in a million."""
+"""Absolute, of a weight between 0 and 1: all but a few weights of two fp32 passes agree to this."""
 
 _ROWS = 128
 """Positions that look, taken at once: few enough for a processor's cache; what lies after them is not computed."""
@@ -84,13 +84,15 @@ class Comparison:
         mass: `sink_mass` of every layer, from stored tensors: [layers, heads].
         mass_error: `largest_difference` of any mass.
         weight_error: the same of any weight of any layer.
-        beyond: the share of weights that are off by more than `FINE`.
+        seen: how many weights that is, those on a token itself and before it.
+        beyond: how many of them are off by more than `FINE`.
     """
 
     mass: torch.Tensor
     mass_error: float
     weight_error: float
-    beyond: float
+    seen: int
+    beyond: int
 
 
 def compare_attention(
@@ -101,7 +103,7 @@ def compare_attention(
     The reference may have more tokens (T >= tokens): what comes later changes nothing before it.
     """
     num_layers, tokens, heads, _ = queries.shape
-    masses, mass_error, weight_error, many = [], 0.0, 0.0, 0
+    masses, mass_error, weight_error, beyond = [], 0.0, 0.0, 0
     for layer in zip(queries, keys, reference, strict=True):
         for query, key, eager in _by_key_head(*layer):
             weights, wanted = attention_weights(query, key), eager[:, :tokens, :tokens]
@@ -110,10 +112,10 @@ def compare_attention(
             error = largest_difference(weights, wanted)
             weight_error = max(weight_error, error)
             if error > FINE:
-                many += int(((weights - wanted).abs_() <= FINE).logical_not_().sum())
-    seen = num_layers * heads * tokens * (tokens + 1) // 2  # what a token sees: itself and before
+                beyond += int(((weights - wanted).abs_() <= FINE).logical_not_().sum())
+    seen = num_layers * heads * tokens * (tokens + 1) // 2
     mass = torch.cat(masses).view(num_layers, heads)
-    return Comparison(mass, mass_error, weight_error, many / seen)
+    return Comparison(mass, mass_error, weight_error, seen, beyond)
 
 
 def _by_key_head(

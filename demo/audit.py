@@ -15,7 +15,7 @@ ROW_TOLERANCE = 5e-5
 ATTENTION_TOLERANCE = 2e-5
 """Absolute, of any weight: what the engine's and eager attention's own rounding add up to (docs/figures.md)."""
 BEYOND_TOLERANCE = 1e-6
-"""Share of weights that may be off by more than 1e-5."""
+"""Share of weights that may be off by more than `FINE`, 1e-5."""
 TOLERANCES = {
     "query row error": ROW_TOLERANCE,
     "key row error": ROW_TOLERANCE,
