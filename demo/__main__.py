@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from demo.attention import FINE, SINK_TOKENS
-from demo.audit import FEATURES, TOLERANCES, audit
+from demo.audit import FEATURES, FINE, TOLERANCES, audit
 from demo.model import prepare
 from demo.table import render_table
 from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
@@ -114,7 +113,7 @@ def render_proof(report: dict[str, Any], sink_mass: list[list[float]]) -> str:
         f"SHOWN: every stored query and key is transformers' own, to {rows:.1e} of a row's size\n"
         f"SHOWN: softmax(QK^T * scale) of stored tensors is transformers' eager attention, to {attention:.1e} at most\n"
         f"       and to {FINE:.0e} but for {beyond:.1e} of all weights (docs/figures.md says why)\n"
-        f"SEEN:  the first {SINK_TOKENS} tokens get {share:.0%} of all attention on the longest prompt, more than half "
+        f"SEEN:  the first four tokens get {share:.0%} of all attention on the longest prompt, more than half "
         f"from {many} of {len(masses)} heads"
     )
 

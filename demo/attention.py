@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from demo.audit import FINE
+
 SINK_TOKENS = 4
 """The attention sink of StreamingLLM (arXiv 2309.17453): the first four tokens, whatever they say."""
-FINE = 1e-5
-"""Absolute, of a weight between 0 and 1: all but a few weights of two fp32 passes agree to this."""
-
 _ROWS = 128
 """Positions that look, taken at once: few enough for a processor's cache; what lies after them is not computed."""
 
