@@ -13,6 +13,7 @@ from lmcache_qprotocol.messages import ChunkQuery, RetrieveReply
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.qstore.persist.persistence import Persistence, PersistSettings
 from lmcache_qserver.tier import ChunkStore, Corrupt, Entry, NotThere, PutOutcome, Unavailable
+from lmcache_qserver.tier.chunk_store import Observe
 from lmcache_qserver.tier.transfer import Transfer
 from tests.server.qstore.fake_worker import query_of, stored_chunk
 from tests.server.qstore.world import World, until
@@ -84,7 +85,12 @@ class ControlledStore(ChunkStore):
         return self._transfer("put", name, work)
 
     def get_into(
-        self, name: str, targets: Sequence[memoryview], offset: int = 0, to_end: bool = True
+        self,
+        name: str,
+        targets: Sequence[memoryview],
+        offset: int = 0,
+        to_end: bool = True,
+        observe: Observe | None = None,
     ) -> Transfer[None]:
         def work() -> None:
             if name not in self.objects:
@@ -96,6 +102,8 @@ class ControlledStore(ChunkStore):
             for target in targets:
                 target[:] = raw[: target.nbytes]
                 raw = raw[target.nbytes :]
+                if observe is not None:
+                    observe(target)
 
         return self._transfer("head" if not offset else "get", name, work)
 
@@ -196,9 +204,9 @@ class TierWorld(World):
 
     async def bring(self, query: ChunkQuery, client: Hashable = "reader") -> RetrieveReply:
         """`retrieve_q` as the wire does it."""
-        bringing = self.module.bring_from_tier(client, query)
+        bringing = self.module.reads.bring_from_tier(client, query)
         brought = None if bringing is None else await bringing
-        return self.module.retrieve_q(client, query, self.now, brought)
+        return self.module.reads.retrieve_q(client, query, self.now, brought)
 
     async def read_back(self, sequence: int, *chunks: int) -> dict[int, str | bool]:
         """By chunk: True if it comes back bit for bit, else why not; nothing stays leased."""
@@ -209,7 +217,7 @@ class TierWorld(World):
         }
         found |= {chunks[index]: reason for index, reason in self.misses(reply).items()}
         if reply.lease_id:
-            self.module.release_q("reader", (reply.lease_id,))
+            self.module.reads.release_q("reader", (reply.lease_id,))
         return dict(sorted(found.items()))
 
     def check_sum(self) -> None:

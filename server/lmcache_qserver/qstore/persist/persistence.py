@@ -142,7 +142,7 @@ class Persistence:
         self._store = store
         self._threads = Threads("l2-proofs", PROVING_THREADS, self.settings.timeout_s)
         self.writes.attach(store, self._threads)
-        self.reads.attach(store, self._threads)
+        self.reads.attach(store)
         self._surveying = asyncio.get_running_loop().create_task(self._survey(store))
 
     async def learnt(self) -> None:

@@ -48,8 +48,7 @@ from lmcache_qserver.qstore.persist.probe import Probe
 from lmcache_qserver.qstore.persist.records import content_of_header, description_of, place_of
 from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.tier import ChunkStore, Corrupt, NotThere, TierError, Transfer
-from lmcache_qserver.tier.format import Header, decode
-from lmcache_qserver.tier.threads import Threads
+from lmcache_qserver.tier.format import Header, Proof
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +136,6 @@ class ReadThrough:
         self._wall = wall
         self._clock = clock
         self._store: ChunkStore | None = None
-        self._threads: Threads | None = None
         self._prefetching: asyncio.Task[None] | None = None
         self._fetching: dict[ObjectKey, asyncio.Task[Fetched]] = {}
         self._probe = Probe(self.breaker, clock)
@@ -151,14 +149,9 @@ class ReadThrough:
         """Objects that are being brought."""
         return len(self._fetching)
 
-    def attach(self, store: ChunkStore, threads: Threads) -> None:
-        """The store is open.
-
-        Args:
-            threads: prove what has come.
-        """
+    def attach(self, store: ChunkStore) -> None:
+        """The store is open."""
         self._store = store
-        self._threads = threads
 
     def is_needed(self, query: ChunkQuery) -> bool:
         """Whether the pool alone can't answer the query, and the store may."""
@@ -429,31 +422,16 @@ class ReadThrough:
         if reserved.duplicates:
             return self._index.get(key)
         (write,) = reserved.writes
-        transfers: list[Transfer[Any]] = []
+        view = memoryview(self._pool.view(write.slot))  # type: ignore[arg-type]  # numpy's stubs, Python 3.10
+        proof = Proof(memoryview(head), key)
+        getting = store.get_into(name, [view], offset=len(head), observe=proof.update)
         try:
-            await self._fill(store, write, name, head, transfers)
+            await getting
+            proof.finish()
         except BaseException:
-            self._index.fail([write], before, _all_over(transfers))
+            self._index.fail([write], before, _over(getting))
             raise
         return self._commit(write, name, header, head)
-
-    async def _fill(
-        self,
-        store: ChunkStore,
-        write: Write,
-        name: str,
-        head: bytes,
-        transfers: list[Transfer[Any]],
-    ) -> None:
-        """Read into the slot, and prove."""
-        assert self._threads is not None
-        view = memoryview(self._pool.view(write.slot))  # type: ignore[arg-type]  # numpy's stubs, Python 3.10
-        getting = store.get_into(name, [view], offset=len(head))
-        transfers.append(getting)
-        await getting
-        proving = self._threads.submit(partial(decode, memoryview(head), view, write.key))
-        transfers.append(proving)
-        await proving
 
     def _commit(self, write: Write, name: str, header: Header, head: bytes) -> StoredObject:
         age = max(0.0, self._wall() - header.created)
@@ -550,12 +528,10 @@ def _content(asked: PartialChunk) -> Content:
     return content_of(asked.parent_hash, asked.tokens, asked.items)
 
 
-def _all_over(transfers: Sequence[Transfer[Any]]) -> asyncio.Future[None] | None:
-    """Done when nobody touches the buffers any more; None: nobody does now."""
-    under_way = [transfer for transfer in transfers if not transfer.is_over]
-    if not under_way:
+def _over(transfer: Transfer[None]) -> asyncio.Future[None] | None:
+    """Done when nobody touches the buffer any more; None: nobody does now."""
+    if transfer.is_over:
         return None
-    (last,) = under_way  # each begins when the one before has ended
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    last.when_over(lambda: over.set_result(None))
+    transfer.when_over(lambda: over.set_result(None))
     return over
