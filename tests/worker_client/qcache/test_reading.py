@@ -244,7 +244,7 @@ def test_an_answer_that_lies_is_not_followed(
 def test_a_lost_answer_costs_one_renewal_and_drops_its_lease(
     session: Session, store: Store
 ) -> None:
-    session._timeout_s = 0.3
+    session.timeout_s = 0.3
     lost = [True]
 
     def lose_the_first(request: Request) -> RetrieveReply:
@@ -262,7 +262,7 @@ def test_a_lost_answer_costs_one_renewal_and_drops_its_lease(
 
 def test_a_server_that_dies_is_not_waited_for(session: Session, store: Store) -> None:
     """Its lifeline tells; the time-out of an answer is for servers that hang."""
-    session._timeout_s = 60.0
+    session.timeout_s = 60.0
 
     def die(request: Request) -> Any:
         store.server.answers["lookup_q"] = answer

@@ -214,10 +214,10 @@ def test_it_survives_a_restart_of_the_server() -> None:
         url, http_port = daemon.url, daemon.http_url.rpartition(":")[2]
         daemon.process.kill()
         daemon.process.wait()
-    context._session._timeout_s = 0.2
+    context._session.timeout_s = 0.2
     with pytest.raises(ConnectionError, match="lmcache-qserver start"):
         context.lookup(TOKENS)
-    context._session._timeout_s = 10.0
+    context._session.timeout_s = 10.0
     with running_daemon(chunk_size=CHUNK, url=url, http_port=http_port) as daemon:
         assert context.lookup(TOKENS).num_tokens == 0
         engine = Engine(daemon.url, layout_of())

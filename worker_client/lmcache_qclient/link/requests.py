@@ -168,7 +168,17 @@ class RequestLink:
         timeout_s: float = 10.0,
         is_alive: Callable[[], bool] = lambda: True,
     ) -> Any:
-        """Send a request and wait for the result.
+        """Send a request and `wait` for the result."""
+        return self.wait(self.submit(operation, payloads), operation, timeout_s, is_alive)
+
+    def wait(
+        self,
+        future: ReplyFuture,
+        operation: Operation,
+        timeout_s: float = 10.0,
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> Any:
+        """Wait for the result of a request that has been submitted; it is given up when none comes.
 
         Args:
             is_alive: asked now and then; once it is false, nobody will answer any more, and the wait ends.
@@ -178,7 +188,6 @@ class RequestLink:
             ConnectionError: no answer in time, or the server is dead, or the link is closed, full, or was reset
                 meanwhile.
         """
-        future = self.submit(operation, payloads)
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             try:

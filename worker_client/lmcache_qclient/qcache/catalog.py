@@ -206,6 +206,34 @@ def stored_layouts(entries: Iterable[StoredEntry], model_name: str) -> tuple[Sto
     return tuple(complete or layouts)
 
 
+def of_one_rank(model_name: str, layout: Layout, chunk_size: int) -> StoredLayout:
+    """The layout of what nobody has stored yet.
+
+    Args:
+        model_name: without a feature's suffix.
+        chunk_size: the server's.
+
+    Raises:
+        ValueError: it is one rank of several.
+    """
+    if (layout.tp_size, layout.pp_size) != (1, 1):
+        raise ValueError(
+            f"a Layout says what one rank holds, and this one has TP {layout.tp_size}, PP {layout.pp_size}: "
+            "pass one with all heads and layers, or a StoredLayout of the context's"
+        )
+    name = feature_model_name(model_name, layout.feature)
+    entry = StoredEntry(
+        model_name=name,
+        world_size=1,
+        kv_rank=kv_rank(1, 0),
+        layout_id=layout_id(layout).hex(),
+        layout=layout,
+        chunk_size=chunk_size,
+    )
+    (stored,) = stored_layouts([entry], name)
+    return stored
+
+
 def _common(entry: StoredEntry) -> tuple[Any, ...]:
     layout = entry.layout
     return (

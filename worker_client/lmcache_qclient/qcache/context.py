@@ -16,18 +16,24 @@ from lmcache_qclient.qcache.catalog import (
     StoredLayout,
     base_name,
     base_names,
+    of_one_rank,
     read_status,
     stored_layouts,
 )
+from lmcache_qclient.qcache.chunks_to_store import chunks_to_store
+from lmcache_qclient.qcache.flushing import flush
 from lmcache_qclient.qcache.identities import Identities, list_identities
 from lmcache_qclient.qcache.reading import Found, Wanted, find, find_all, read
 from lmcache_qclient.qcache.retrieval import LayerGroup, Lookup, Retrieval, joined
 from lmcache_qclient.qcache.session import Session
 from lmcache_qclient.qcache.status_page import fetch_status
+from lmcache_qclient.qcache.stored import Stored
+from lmcache_qclient.qcache.storing import ToStore, store
 from lmcache_qclient.qcache.token_ids import token_list
 from lmcache_qprotocol.hashing import HashChain
 from lmcache_qprotocol.identity import Identity
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
+from lmcache_qprotocol.layout import Layout
 from lmcache_qprotocol.limits import MAX_SALT_CHARS
 
 if TYPE_CHECKING:
@@ -69,7 +75,7 @@ def connect(
 
 
 class QCacheContext:
-    """Finds and reads the tensors of one model; made by `connect`.
+    """Finds, reads and writes back the tensors of one model; made by `connect`.
 
     Threads may share it; requests wait for each other. It survives restarts of the server, not forks.
     """
@@ -85,6 +91,7 @@ class QCacheContext:
         self._entries: tuple[StoredEntry, ...] = ()
         self._layouts: dict[str, tuple[StoredLayout, ...]] = {}
         self._known_of = b""  # boot id of the server that said so
+        self._stored_at = b""  # boot id of the server that was stored to last
 
     def __enter__(self) -> QCacheContext:
         return self
@@ -277,6 +284,111 @@ class QCacheContext:
 
         return self._session.run(listed)
 
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        token_ids: Any,
+        tensor: Any,
+        *,
+        cache_salt: str,
+        lora: Lora = None,
+        mm: Sequence[Item] = (),
+        feature: str = FEATURE,
+        layout: StoredLayout | Layout | None = None,
+    ) -> Stored:
+        """Write an edited tensor back, under a salt of its own: `retrieve(token_ids, cache_salt=...)` gives it again.
+
+        What the engine stored stays as it is, because objects are immutable and found by tokens and salt: an edit is
+        another object, under another salt. It is stored as an engine stores it, chunk by chunk and rank by rank, so any
+        prefix of it can be retrieved. What is stored under the salt already is read, and compared.
+
+        Args:
+            token_ids, lora, mm, feature: as in `retrieve`; the same ones find it again.
+            tensor: `[layers, tokens, heads, head_dim]` as `retrieve` gives it: all layers and heads of the layout, a
+                row for each token id, in the stored type; torch or numpy, any strides. Of a type that numpy lacks, a
+                numpy array is the bits. Where layers have several shapes, a list: one for each of the layout's groups.
+            cache_salt: not empty, and none that an engine uses.
+            layout: as in `retrieve`; or, of what no engine has stored, the `Layout` of a model on one rank.
+
+        Raises:
+            TypeError, ValueError: an argument can't be used; what would fit is said.
+            StoreConflict: other values are stored for these tokens under this salt; they are as they were.
+            StoreRefused: the server does not take all of it: which chunks, why, and what it has taken.
+            ConnectionError, RequestError: as `retrieve`. What was stored before stays; the same call again goes on.
+        """
+        ids, identity = token_list(token_ids), identity_of(lora, mm)
+        if not isinstance(cache_salt, str) or not cache_salt:
+            raise ValueError(
+                "an edited tensor needs a cache_salt of its own, any text that no engine uses: without one it would "
+                "pass for what the engine computed"
+            )
+        return self._session.run(
+            lambda: self._store(ids, tensor, cache_salt, identity, feature, layout)
+        )
+
+    def _store(
+        self,
+        ids: Sequence[int],
+        tensor: Any,
+        cache_salt: str,
+        identity: Identity,
+        feature: str,
+        layout: StoredLayout | Layout | None,
+    ) -> Stored:
+        from lmcache_qclient.qcache import edited, tensors
+
+        hello = self._session.connection.hello
+        if isinstance(layout, Layout):
+            layout = self._layout_of_nobody(layout)
+        (whole,) = self._candidates(Asked.of(feature, None, layout))
+        if whole.missing_ranks:
+            raise ValueError(
+                f"the server does not know what all ranks hold, so the tensor can't be cut up: {whole}"
+            )
+        if whole.chunk_size not in (0, hello.chunk_size):
+            raise ValueError(
+                f"{whole} was stored in chunks of {whole.chunk_size} tokens, and the server has {hello.chunk_size} now"
+            )
+        wanteds = self._wanted(ids, cache_salt, identity, Asked.of(feature, None, whole))
+        work = ToStore(
+            whole,
+            wanteds,
+            edited.edited_bits(tensor, whole, len(ids)),
+            chunks_to_store(ids, identity, hello.chunk_size),
+        )
+        self._stored_at = hello.boot_id
+        stored = store(self._session, work, tensors.copy_threads())
+        if whole not in self._layouts.get(whole.feature, ()):
+            self._known_of = b""  # there is one more
+        return stored
+
+    def _layout_of_nobody(self, layout: Layout) -> StoredLayout:
+        if self._model is None:
+            raise ValueError(
+                "pass model_name= to connect: the server knows no model to store this for"
+            )
+        return of_one_rank(self._model, layout, self._session.connection.hello.chunk_size)
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until everything that the server stores is in its persistent tier, where it outlives the server.
+
+        Other threads may use the context meanwhile.
+
+        Returns:
+            True.
+
+        Raises:
+            NotPersisted: the time is over, the server has no persistent tier or can't reach it, or it was restarted
+                since this context's last store.
+            ValueError: a time that no server waits.
+            ConnectionError, RequestError: as `retrieve`.
+        """
+        flush(self._session, timeout_s, self._stored_at)
+        return True
+
+    # --- common to all ------------------------------------------------------------------------------------------
+
     def _wanted(
         self, ids: Sequence[int], cache_salt: str, identity: Identity, asked: Asked
     ) -> Sequence[Wanted]:
@@ -378,6 +490,7 @@ def _retrieval(
         num_tokens=found.num_tokens,
         missing=found.missing,
         nonfinite=nonfinite,
+        persisted=found.persisted,
     )
 
 

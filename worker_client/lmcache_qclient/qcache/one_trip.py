@@ -17,6 +17,7 @@ from lmcache_qclient.qcache.reading import (
     Batch,
     Found,
     Wanted,
+    all_persisted,
     any_flag,
     any_nonfinite,
     batch_size,
@@ -65,7 +66,9 @@ def lease(session: Session, wanted: Wanted) -> Leased | None:
         raise
     found = found_behind_hashes(wanted, [(part, reply.missing) for part, _, reply in replies])
     flagged = any_flag(any_nonfinite(reply) for _, _, reply in replies)
-    return Leased(replace(found, nonfinite=flagged), tuple(replies), asked_at)
+    persisted = all(all_persisted(reply) for _, _, reply in replies)
+    found = replace(found, nonfinite=flagged, persisted=persisted)
+    return Leased(found, tuple(replies), asked_at)
 
 
 def read(session: Session, wanted: Wanted, leased: Leased, target: Bits, threads: int) -> bool:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lmcache_qclient.qcache.catalog import RankPart, StoredLayout
 from lmcache_qclient.qcache.retrieval import MissingChunk, in_order
@@ -33,6 +33,8 @@ from lmcache_qprotocol.messages import (
 )
 from lmcache_qprotocol.operations import LOOKUP_Q, RELEASE_Q, RETRIEVE_Q
 from lmcache_qprotocol.reasons import MissReason
+
+Result = TypeVar("Result")
 
 LEASE_TRIES = 3
 PARTIAL_TOKENS = 1 << 18
@@ -129,12 +131,16 @@ class Found:
         missing: all that is not there on some rank, in order.
         in_pieces: by rank, the chunks that are to be asked for by their tokens.
         nonfinite: something that has been read holds NaN or Inf; None when that is not known.
+        persisted: all objects that have been read are in the persistent tier, too; False when none was.
+        anything: some of it is there on some rank, wherever in the sequence; said by `find` alone.
     """
 
     num_tokens: int
     missing: tuple[MissingChunk, ...]
     in_pieces: dict[int, frozenset[int]] = field(default_factory=dict, compare=False)
     nonfinite: bool | None = field(default=False, compare=False)
+    persisted: bool = field(default=False, compare=False)
+    anything: bool = field(default=False, compare=False)
 
 
 def find(session: Session, wanted: Wanted) -> Found:
@@ -146,15 +152,17 @@ def find(session: Session, wanted: Wanted) -> Found:
             for index in range(len(wanted.hashes))
         ]
     in_pieces: dict[int, frozenset[int]] = {}
+    anything = False
     tails: list[list[MissingChunk]] = [_tail_of_nothing(wanted)] * len(wanted.layout.missing_ranks)
     for part in wanted.layout.parts:
         not_whole = _look_up_hashes(session, wanted, part)
         in_pieces[part.rank] = frozenset(not_whole)
         absent = _look_up_tokens(session, wanted, part, not_whole)
+        anything |= sum(miss.end - miss.start for miss in absent) < wanted.num_tokens
         missing += [miss for miss in absent if miss.index < len(wanted.hashes)]
         tails.append([miss for miss in absent if miss.index >= len(wanted.hashes)])
     missing += _joined(tails)
-    return Found(_reach(wanted, missing), in_order(missing), in_pieces)
+    return Found(_reach(wanted, missing), in_order(missing), in_pieces, anything=anything)
 
 
 def find_all(session: Session, wanteds: Sequence[Wanted]) -> Found:
@@ -169,6 +177,7 @@ def all_of(founds: Sequence[Found]) -> Found:
         min(found.num_tokens for found in founds),
         in_order(tuple(missing)),
         nonfinite=any_flag([found.nonfinite for found in founds]),
+        anything=any(found.anything for found in founds),
     )
 
 
@@ -251,22 +260,25 @@ def read(session: Session, wanted: Wanted, found: Found, target: Bits, threads: 
     num_tokens = found.num_tokens
     vanished: list[MissingChunk] = []
     flags: list[bool | None] = []
+    persisted: list[bool] = []
     for part in wanted.layout.parts:
         in_pieces = found.in_pieces.get(part.rank, frozenset())
         of_part = _read_part(session, wanted, part, num_tokens, in_pieces, target, threads)
         num_tokens = of_part.num_tokens
         flags.append(of_part.nonfinite)
+        persisted.append(of_part.persisted)
         vanished += of_part.missing
     missing = in_order([*found.missing, *vanished])
-    return Found(num_tokens, missing, found.in_pieces, any_flag(flags))
+    return Found(num_tokens, missing, found.in_pieces, any_flag(flags), all(persisted))
 
 
 class _PartRead(NamedTuple):
-    """What was copied of one rank: how many tokens, what was not there any more, and whether some hold NaN or Inf."""
+    """What was copied of one rank: how many tokens, what was not there any more, and what is known of the objects."""
 
     num_tokens: int
     missing: list[MissingChunk]
     nonfinite: bool | None
+    persisted: bool
 
 
 def _read_part(
@@ -281,10 +293,12 @@ def _read_part(
     """Copy the first `num_tokens` tokens of one rank."""
     done = 0
     flags: list[bool | None] = []
+    persisted = True
     while done < num_tokens:
         batch = _next_batch(session, wanted, part, done, num_tokens, in_pieces)
         copied, reply = _read_batch(session, wanted, part, batch, target, threads)
         flags.append(any_nonfinite(reply))
+        persisted &= all_persisted(reply)
         if copied >= batch.end:
             done = copied
             continue
@@ -299,14 +313,19 @@ def _read_part(
             if miss.start < num_tokens
         ]
         if any(miss.start <= copied for miss in vanished):
-            return _PartRead(copied, vanished, any_flag(flags))
+            return _PartRead(copied, vanished, any_flag(flags), persisted)
         if copied <= done:
-            raise RequestError(
-                ErrorCode.TOO_MANY_LEASES,
-                "the server leases no more to this client: use one context per reader, and read fewer at a time",
-            )
+            raise no_more_leases()
         done = copied
-    return _PartRead(num_tokens, [], any_flag(flags))
+    return _PartRead(num_tokens, [], any_flag(flags), persisted)
+
+
+def no_more_leases() -> RequestError:
+    """The client holds as much of the pool as it may."""
+    return RequestError(
+        ErrorCode.TOO_MANY_LEASES,
+        "the server leases no more to this client: use one context per reader, and read fewer at a time",
+    )
 
 
 def any_nonfinite(reply: RetrieveReply) -> bool | None:
@@ -314,6 +333,11 @@ def any_nonfinite(reply: RetrieveReply) -> bool | None:
     return any_flag(
         None if chunk.nonfinite is None else chunk.nonfinite > 0 for chunk in reply.chunks
     )
+
+
+def all_persisted(reply: RetrieveReply) -> bool:
+    """Whether all that was leased is in the persistent tier, too; False when nothing was."""
+    return bool(reply.chunks) and all(chunk.persisted for chunk in reply.chunks)
 
 
 def any_flag(flags: Iterable[bool | None]) -> bool | None:
@@ -359,16 +383,35 @@ def _next_batch(
 def _read_batch(
     session: Session, wanted: Wanted, part: RankPart, batch: Batch, target: Bits, threads: int
 ) -> tuple[int, RetrieveReply]:
-    """Lease, copy what follows without a gap, release; again when the lease ran out in between.
+    """Copy what follows without a gap.
 
     Returns:
         Up to which token of the sequence was copied, and what the server said.
     """
+
+    def copy(reply: RetrieveReply) -> int:
+        return copy_leading(session, wanted, part, batch, reply, target, threads)
+
+    return under_lease(session, batch.query, copy, batch.end - batch.chunk * wanted.chunk_size)
+
+
+def under_lease(
+    session: Session, query: ChunkQuery, use: Callable[[RetrieveReply], Result], num_tokens: int
+) -> tuple[Result, RetrieveReply]:
+    """Lease, use, release; again when the lease ran out in between.
+
+    Args:
+        use: reads what is leased; what it returns counts only when the lease held.
+        num_tokens: that are asked for; for people.
+
+    Raises:
+        RequestError(unknown_lease): it ran out time and again.
+    """
     for _ in range(LEASE_TRIES):
         asked_at = session.now()
-        reply: RetrieveReply = session.ask(RETRIEVE_Q, (batch.query,))
+        reply: RetrieveReply = session.ask(RETRIEVE_Q, (query,))
         try:
-            copied = copy_leading(session, wanted, part, batch, reply, target, threads)
+            result = use(reply)
         except RequestError as error:
             with contextlib.suppress(QServerError, ConnectionError):
                 _release(session, reply)
@@ -380,10 +423,10 @@ def _read_batch(
                 _release(session, reply)
             raise
         if _give_back(session, reply, asked_at):
-            return copied, reply
+            return result, reply
     raise RequestError(
         ErrorCode.UNKNOWN_LEASE,
-        f"the lease ran out {LEASE_TRIES} times before {batch.end - batch.chunk * wanted.chunk_size} tokens were "
+        f"the lease ran out {LEASE_TRIES} times before {num_tokens} tokens were "
         "copied: ask for fewer tokens at a time, or raise the server's lease timeout",
     )
 

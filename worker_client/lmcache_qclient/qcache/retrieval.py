@@ -79,6 +79,8 @@ class Retrieval:
             last token is always missing: the engine never computes its row.
         nonfinite: this, or one of the stored objects that it was read from, holds NaN or Inf, as the engine computed
             it; look for it with `tensor.isfinite()`. It may lie in rows or layers that were not asked for.
+        persisted: every stored object that it was read from is in the server's persistent tier, too; False when nothing
+            was read.
         axes: names of the tensors' axes.
 
     `tensor`, `layer_ids`, `scales`, `layout` and `numpy()` are the one group's; where there are several they raise
@@ -89,6 +91,7 @@ class Retrieval:
     num_tokens: int
     missing: tuple[MissingChunk, ...]
     nonfinite: bool = False
+    persisted: bool = False
     axes: tuple[str, str, str, str] = AXES
 
     @property
@@ -158,7 +161,11 @@ def joined(reads: Sequence[Retrieval], keep: bool) -> Retrieval:
         groups.append(dataclasses.replace(group, tensor=front if keep else front.contiguous()))
     missing = dict.fromkeys(miss for read in reads for miss in read.missing)
     return Retrieval(
-        tuple(groups), num_tokens, in_order(missing), any(read.nonfinite for read in reads)
+        tuple(groups),
+        num_tokens,
+        in_order(missing),
+        any(read.nonfinite for read in reads),
+        all(read.persisted for read in reads),
     )
 
 

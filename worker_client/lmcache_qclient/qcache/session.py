@@ -14,6 +14,7 @@ from lmcache_qclient.qcache.fetched import Fetched
 from lmcache_qclient.qcache.pool_map import PoolMap
 from lmcache_qclient.qcache.source import Source
 from lmcache_qprotocol.errors import ErrorCode, RequestError
+from lmcache_qprotocol.messages import HelloReply
 from lmcache_qprotocol.operations import Operation
 
 Result = TypeVar("Result")
@@ -41,7 +42,7 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.connection = connection
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
         self._pool: PoolMap | None = None
@@ -64,7 +65,7 @@ class Session:
             try:
                 return work()
             except (ConnectionError, RequestError) as error:
-                if isinstance(error, RequestError) and error.code not in _STRANGER:
+                if not _is_lost(error):
                     raise
                 self._renew()
                 return self._second_try(work)
@@ -72,11 +73,43 @@ class Session:
     def ask(self, operation: Operation, payloads: tuple[Any, ...]) -> Any:
         """One request; only inside `run`. Raises as `RequestLink.call`, at once when the server dies."""
         connection = self.connection
-        return connection.link.call(operation, payloads, self._timeout_s, connection.is_alive)
+        return connection.link.call(operation, payloads, self.timeout_s, connection.is_alive)
+
+    def submit(self, operation: Operation, payloads: tuple[Any, ...]) -> ReplyFuture:
+        """Send one request, and go on; only inside `run`."""
+        return self.connection.link.submit(operation, payloads)
+
+    def wait(
+        self, future: ReplyFuture, operation: Operation, timeout_s: float | None = None
+    ) -> Any:
+        """The answer of a submitted request. Raises as `ask`.
+
+        Args:
+            timeout_s: None: that of every answer.
+        """
+        connection = self.connection
+        allowed_s = self.timeout_s if timeout_s is None else timeout_s
+        return connection.link.wait(future, operation, allowed_s, connection.is_alive)
 
     def tell(self, operation: Operation, payloads: tuple[Any, ...]) -> None:
         """One request whose answer nobody waits for; only inside `run`. Its failure is of no concern."""
         self._told = self.connection.link.submit(operation, payloads)
+
+    def suspect(self, error: ConnectionError | RequestError, hello: HelloReply) -> bool:
+        """What was submitted in `run`, and waited for outside, failed: the next `run` renews the connection if need be.
+
+        Args:
+            hello: the greeting of the connection that it was submitted over.
+
+        Returns:
+            Whether it is worth a second try: the error is the connection's, not the request's.
+        """
+        if not _is_lost(error):
+            return False
+        with self._lock:
+            if self.connection.hello.session == hello.session:
+                self._broken = True
+        return True
 
     def now(self) -> float:
         """Seconds, monotonic; what leases are measured in."""
@@ -106,7 +139,7 @@ class Session:
         """
         if self.connection.transport == INLINE:
             if self._fetched is None:
-                self._fetched = Fetched(self.connection, self._timeout_s)
+                self._fetched = Fetched(self.connection, self.timeout_s)
             return self._fetched
         lifeline = self.connection.lifeline
         if lifeline is None:
@@ -138,7 +171,7 @@ class Session:
     def _renew(self) -> None:
         self._broken = True
         self._pool = None
-        self.connection.renew(self._timeout_s)
+        self.connection.renew(self.timeout_s)
         self._broken = False
 
     def _second_try(self, work: Callable[[], Result]) -> Result:
@@ -147,3 +180,8 @@ class Session:
         except ConnectionError:
             self._broken = True
             raise
+
+
+def _is_lost(error: ConnectionError | RequestError) -> bool:
+    """The connection is to blame, or the server does not know it."""
+    return not isinstance(error, RequestError) or error.code in _STRANGER
