@@ -11,6 +11,7 @@
                Corrupt; it never mixes.
     quarantine a broken object leaves its name and is kept for a person to look at; the name can be put again.
     list       as it goes, a page at a time. An object that comes or goes meanwhile may be in or not.
+               list_beginning: the same for what lies side by side in one large folder.
     folders    one level of names, without the objects below.
     close      takes no more work and waits for what is under way, a bounded time.
 
@@ -141,6 +142,15 @@ class ChunkStore(abc.ABC):
     @abc.abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[Entry]:
         """All objects below a prefix of whole segments, in no order."""
+
+    async def list_beginning(self, start: str) -> AsyncIterator[Entry]:
+        """All objects whose names begin so and go on, inside a segment, too; in no order.
+
+        Where names are listed in order this costs no more than what it finds.
+        """
+        async for entry in self.list(start.rpartition("/")[0]):
+            if entry.name.startswith(start) and entry.name != start:
+                yield entry
 
     @abc.abstractmethod
     async def folders(self, prefix: str = "") -> builtins.list[str]:

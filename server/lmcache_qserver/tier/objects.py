@@ -70,6 +70,9 @@ PAGE_ENTRIES = 1000
 FIRST_RELEASE_PAUSE_S = 0.001
 LONGEST_RELEASE_PAUSE_S = 1.0
 
+IN_ORDER = ("s3:", "gs:", "memory:")
+"""Stores that list names in the order of their bytes, from any name on; others are listed by folders."""
+
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Where the environment may name an S3 server that is not Amazon's; the first that is set counts."""
 
@@ -106,6 +109,7 @@ class ObjectStore(ChunkStore):
         self._store = store
         self._timeout_s = timeout_s
         self._keeps_buffers = url.startswith("memory:")
+        self._lists_in_order = url.startswith(IN_ORDER)
         self._requests = asyncio.Semaphore(REQUESTS)
         self._copying = Threads("l2-copies", COPY_THREADS, timeout_s)
         self._under_way: set[asyncio.Task[None]] = set()
@@ -196,6 +200,22 @@ class ObjectStore(ChunkStore):
             pages = obstore.list(self._store, prefix or None, chunk_size=PAGE_ENTRIES)
             async for page in pages:
                 for meta in page:
+                    if is_name(meta["path"]):
+                        yield _entry(meta)
+
+    async def list_beginning(self, start: str) -> AsyncIterator[Entry]:
+        """See `ChunkStore`. Begins behind all names that are less, and ends with the first that is more."""
+        if not self._lists_in_order:
+            async for entry in super().list_beginning(start):
+                yield entry
+            return
+        folder = check_prefix(start.rpartition("/")[0])
+        with _told(folder or self.url):
+            pages = obstore.list(self._store, folder or None, offset=start, chunk_size=PAGE_ENTRIES)
+            async for page in pages:
+                for meta in page:
+                    if not meta["path"].startswith(start):
+                        return
                     if is_name(meta["path"]):
                         yield _entry(meta)
 

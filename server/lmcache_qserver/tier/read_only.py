@@ -55,6 +55,10 @@ class ReadOnlyStore(ChunkStore):
         """See `ChunkStore`."""
         return self._store.list(prefix)
 
+    def list_beginning(self, start: str) -> AsyncIterator[Entry]:
+        """See `ChunkStore`."""
+        return self._store.list_beginning(start)
+
     async def folders(self, prefix: str = "") -> builtins.list[str]:
         """See `ChunkStore`."""
         return await self._store.folders(prefix)

@@ -275,12 +275,13 @@ def test_a_server_that_comes_back_serves_what_the_other_wrote_meanwhile(first: W
 
 
 def test_models_come_back_without_an_engine_and_without_listing_the_bucket(
-    first: WireWorker, proxy: TcpProxy
+    first: WireWorker, proxy: TcpProxy, s3_admin: Admin
 ) -> None:
     store_sequence(first)
     flush(first)
     (model,) = first.daemon.status()["models"]
-    asyncio.run(add_objects(PAGE_OBJECTS))
+    layout = min(s3_admin.objects()).removeprefix("captures/").rsplit("/", 3)[0]
+    asyncio.run(add_objects(f"{layout}/z", PAGE_OBJECTS))
     with s3_daemon(proxy) as daemon, WireWorker(daemon, register=False) as reader:
         wait_until(lambda: not tier(reader)["indexing"], "what there is is known")
         (known,) = daemon.status()["models"]
@@ -297,14 +298,32 @@ def test_models_come_back_without_an_engine_and_without_listing_the_bucket(
         assert len([one for one in proxy.requests if "list-type=2" in one]) == 4, "asked by name"
 
 
-async def add_objects(count: int) -> None:
-    """As many more, in the folder of the one layout, behind all that is there."""
+def test_what_hangs_on_a_parent_is_listed_and_nothing_that_lies_beside_it(
+    first: WireWorker, proxy: TcpProxy, s3_admin: Admin
+) -> None:
+    store_piece(first, 0, 5, rows_of(1))
+    flush(first)
+    (name,) = s3_admin.objects()
+    folder = name.removeprefix("captures/").rpartition("/")[0]
+    for neighbours in ("-", "z"):  # before and behind
+        asyncio.run(add_objects(f"{folder}/{neighbours}", 6 * PAGE_OBJECTS // 10))
+    with s3_daemon(proxy) as daemon, WireWorker(daemon, register=False) as reader:
+        wait_until(lambda: not tier(reader)["indexing"], "what there is is known")
+        before = len(proxy.requests)
+        assert partly(reader, TOKENS[:7]).tokens == 5
+        asked = [one for one in proxy.requests[before:] if "list-type=2" in one]
+        assert len(asked) == 1, asked
+        # And two for the piece: its header, then its data.
+        assert len(proxy.requests) - before == 3
+
+
+async def add_objects(folder: str, count: int) -> None:
+    """As many more, of no use."""
     store = await open_store(URL)
-    (layout,) = await store.folders((await store.folders("v1"))[0])
     data = memoryview(b"x")
     for start in range(0, count, 100):
         await asyncio.gather(
-            *(store.put(f"{layout}/z/{start + number}", [data]) for number in range(100))
+            *(store.put(f"{folder}/{start + number}", [data]) for number in range(100))
         )
     await store.close(10.0)
 

@@ -409,6 +409,23 @@ class StoreConformance:
         assert isinstance(entry, Entry)
         assert abs(listed[0].modified - entry.modified) < 60
 
+    async def test_what_begins_alike_can_be_listed_alone(self, store: ChunkStore) -> None:
+        alike = ["v1/m/ab-", "v1/m/ab.e/f", "v1/m/ab/d", "v1/m/abc"]
+        for name in (*alike, "v1/m/aa", "v1/m/a", "v1/m/aB", "v1/m/ac", "v1/mm/ab", "v1/l/ab", "w"):
+            await put(store, name, b"x")
+        for start, wanted in (
+            ("v1/m/ab", alike),
+            ("v1/m/ab-", []),
+            ("v1/m/ab.", alike[1:2]),
+            ("v1/m/ab/", alike[2:3]),
+            ("v1/mm", ["v1/mm/ab"]),
+            ("v", [*alike, "v1/m/a", "v1/m/aB", "v1/m/aa", "v1/m/ac", "v1/mm/ab", "v1/l/ab"]),
+            ("v1/m/b", []),
+            ("v2/m/ab", []),
+        ):
+            found = [entry.name async for entry in store.list_beginning(start)]
+            assert sorted(found) == sorted(wanted), start
+
     async def test_a_list_can_be_left(
         self, store: ChunkStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -87,11 +87,10 @@ async def _children(store: ChunkStore, family: KeyFamily, parent: bytes) -> list
     some = address_of(ObjectKey(family=family, chunk_hash=parent), parent)
     begins = f"{some.folder}/{parent.hex()}-"
     addresses = []
-    async for entry in store.list(some.folder):
-        if entry.name.startswith(begins):
-            address = parse_name(entry.name)
-            if address is not None:
-                addresses.append(address)
+    async for entry in store.list_beginning(begins):
+        address = parse_name(entry.name)
+        if address is not None:
+            addresses.append(address)
     return addresses
 
 
