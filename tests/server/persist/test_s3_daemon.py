@@ -226,6 +226,8 @@ def test_pieces_and_parts_are_found_under_their_parent(
     store_piece(first, 0, 5, rows_of(1))
     store_piece(first, 5, 9, rows_of(2))
     flush(first)
+    other = (*TOKENS[:3], 7, 7)
+    assert partly(second, other).tokens == 3, "as far as the tokens agree: headers tell"
     looked: LookupReply = partly(second, TOKENS[:12], "lookup_q")
     assert looked.tokens == 9
     reply: RetrieveReply = partly(second, TOKENS[:12])
@@ -240,8 +242,6 @@ def test_pieces_and_parts_are_found_under_their_parent(
             )
             assert held[place] == rows[place]
     assert tier(second)["brought"] == 2
-    other = (*TOKENS[:3], 7, 7)
-    assert partly(second, other).tokens == 3, "as far as the tokens agree"
     assert partly(second, (7, *TOKENS[1:])).tokens == 0
 
 
