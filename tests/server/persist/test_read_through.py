@@ -41,6 +41,7 @@ async def test_two_queries_share_one_transfer(world: TierWorld) -> None:
     replies = await asyncio.gather(*queries)
     assert [len(reply.chunks) for reply in replies] == [1, 1]
     assert (store.count("get"), world.persistence.summary().brought) == (1, 1)
+    assert store.count("head") == 2, "under its parent, and where the parent is not told"
     assert leased(world) == 1
     for reply, name in zip(replies, "ab", strict=True):
         world.module.reads.release_q(name, (reply.lease_id,))
@@ -196,6 +197,8 @@ async def test_a_reader_gets_a_long_sequence_share_after_share(world: TierWorld)
         assert 1 <= got <= 4
         assert reply.partial == (at + got < 15)
         await until(lambda got=got: leased(world) == got)  # type: ignore[misc]  # what comes next is brought meanwhile
+        most = at + 2 * 5  # what is held, and as much ahead
+        assert world.persistence.summary().brought <= most, "not more than it may hold"
         world.module.reads.release_q("reader", (reply.lease_id,))
         at += got
     await until(lambda: leased(world) == 0)

@@ -150,6 +150,9 @@ async def test_a_put_that_is_not_over_keeps_its_slot(world: TierWorld) -> None:
     await until(lambda: world.persistence.summary().errors["unavailable"] == 1)
     now = world.persistence.summary()
     assert (now.writing, now.pinned_bytes) == (1, SPAN)
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert store.count("put") == 1, "it is not put again beside the one that is not over"
     for sequence in range(2, 8):
         await world.store(worker, sequence, 0, 7)
     assert (await world.read_back(1, 0)) == {0: True}
