@@ -2,7 +2,8 @@
 
 {"model": ..., "extra": connector switches, "llm": LLM arguments, "batches": [[token ids, ...], ...],
  "max_tokens": n, "kv_transfer_params": [what each prompt of every batch says, ...], "out": path,
- "by_name": load the connector by its registered name, "pause": wait to be killed}
+ "by_name": load the connector by its registered name, "pause": wait to be killed,
+ "look_at": a server's HTTP address; its workers, as it knows them while the engine runs, are written too}
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,12 @@ def transfer_config(job: dict[str, Any]) -> dict[str, Any]:
             "kv_connector_extra_config": connectors,
         }
     return config
+
+
+def known_workers(http_url: str) -> Any:
+    """`q_context_meta` of a server's /status."""
+    with urllib.request.urlopen(f"{http_url}/status", timeout=10) as reply:
+        return json.load(reply)["q_context_meta"]
 
 
 def main() -> None:
@@ -75,7 +83,9 @@ def main() -> None:
                     "cached_tokens": output.num_cached_tokens or 0,
                 }
             )
-    Path(job["out"]).write_text(json.dumps({"requests": requests, "computed": scheduled["tokens"]}))
+    workers = known_workers(job["look_at"]) if "look_at" in job else {}
+    happened = {"requests": requests, "computed": scheduled["tokens"], "workers": workers}
+    Path(job["out"]).write_text(json.dumps(happened))
     if job.get("pause"):
         signal.pause()
     llm.llm_engine.engine_core.shutdown()

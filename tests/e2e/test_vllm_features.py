@@ -7,7 +7,6 @@ from one that captures all layers of all features.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_qserver.testing.daemon import RunningDaemon, running_daemon
+from tests.e2e import matrix_document
 from tests.e2e.test_vllm import IN_PROCESS, MODEL, ROOT, TRANSFER, job, prompt, run
 
 pytestmark = pytest.mark.vllm
@@ -22,9 +22,24 @@ pytestmark = pytest.mark.vllm
 CHUNK, BLOCK, LAYERS = 64, 32, 30
 TOLERANCE = 5e-5
 FEATURES = ("query", "key", "value", "attention_output")
-BATCHES = (((150, 1), (70, 2)), ((150, 1), (190, 3)))
+Batches = tuple[tuple[tuple[int, int], ...], ...]
+"""(length, seed) of each prompt of each `generate` call."""
+BATCHES: Batches = (((150, 1), (70, 2)), ((150, 1), (190, 3)))
+LONGER: Batches = (((230, 1),),)
 LLM = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "block_size": BLOCK}
-RING = re.compile(r"(\w[\w ]*) ring: (\d+) blocks of (\d+) tokens, (\d+) layers x (\d+) elements")
+ITEM_BYTES = 4
+"""Of the models' dtype, float32."""
+TITLE = "## Selection"
+HEAD = """\
+The same requests to three engines with SmolLM2-135M (fp32, chunks of 64 tokens) and one server, one after the other
+(`tests/e2e/test_vllm_features.py`). The bytes are those of queries by the counters of `/status`: *ring* is blocks x
+tokens x layers x elements x 4 of `q_context_meta` (8 bytes a token for stamps come on top), *stored* is `bytes` of
+`models`, *retrieved* what `retrieved_bytes` of `reads` grew by when all requests were read. The three layouts lie side
+by side; each has every token, its rows are compared with transformers, and no result is out of two of them.
+
+| `lmcache.q.layers` | captured tokens | ring bytes | stored bytes | retrieved bytes |
+|---|---|---|---|---|
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +49,22 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 class Run:
-    """One engine's run: what it answered, the sizes of its rings, and what the daemon says then."""
+    """One engine's run: what it answered, and what the daemon says of its rings and its objects."""
 
-    def __init__(self, daemon: RunningDaemon, folder: Path, **switches: Any) -> None:
+    def __init__(
+        self, daemon: RunningDaemon, folder: Path, sizes: Batches, **switches: Any
+    ) -> None:
         before = daemon.status()
-        batches = [[prompt(*sizes) for sizes in batch] for batch in BATCHES]
+        batches = [[prompt(*size) for size in batch] for batch in sizes]
         extra = {TRANSFER: True, "lmcache.q.server_url": daemon.url, **switches}
-        the_job = job(daemon, folder, batches=batches, llm=LLM, extra=extra, max_tokens=20)
-        self.report, log = run(the_job, **IN_PROCESS)
+        more = {"max_tokens": 20, "look_at": daemon.http_url}
+        the_job = job(daemon, folder, batches=batches, llm=LLM, extra=extra, **more)
+        self.report, _ = run(the_job, **IN_PROCESS)
         self.requests = self.report["requests"]
-        self.ring_elements = {
-            found[1].split()[-1] if found[1].endswith("query") else found[1]: int(found[2])
-            * int(found[3])
-            * int(found[4])
-            * int(found[5])
-            for found in RING.finditer(log)
-        }
+        rings = [worker["q_ring_layout"] for worker in self.report["workers"].values()]
+        self.ring_bytes = {ring["layout"]["feature"]: _bytes_of_rows(ring) for ring in rings}
         after = daemon.status()
+        self.captured = _captured_queries(after) - _captured_queries(before)
         self.features = after["coverage"]["features"]
         known = {one["layout_id"] for one in before["models"]}
         self.stored = {
@@ -60,12 +74,24 @@ class Run:
         }
 
 
+def _captured_queries(status: dict[str, Any]) -> int:
+    features = status["coverage"]["features"]
+    return int(features["transfer_query"]["captured"]) if features else 0
+
+
+def _bytes_of_rows(ring: dict[str, Any]) -> int:
+    assert ring["dtype"] == "float32"
+    tokens = ring["num_blocks"] * ring["block_size"]
+    return int(tokens * ring["num_layers"] * ring["hidden_dim"] * ITEM_BYTES)
+
+
 SWITCHES: dict[str, dict[str, Any]] = {
     "one": {"lmcache.q.layers": "5"},
     "two": {"lmcache.q.layers": "1,9"},
     "all": {TRANSFER: [f"transfer_{feature}" for feature in FEATURES]},
 }
 """What the engines select, in the order in which they run."""
+LAYOUTS = ((5,), (1, 9), tuple(range(LAYERS)))
 
 
 class Runs:
@@ -77,7 +103,7 @@ class Runs:
 
     def __getitem__(self, name: str) -> Run:
         if name not in self._done:
-            self._done[name] = Run(self._daemon, self._folder, **SWITCHES[name])
+            self._done[name] = Run(self._daemon, self._folder, BATCHES, **SWITCHES[name])
         return self._done[name]
 
 
@@ -98,34 +124,52 @@ def reference() -> Any:
     return Reference(ROOT / MODEL)
 
 
+def retrieved_bytes(daemon: RunningDaemon, done: Run, layers: tuple[int, ...]) -> int:
+    """What the server counts as given out when all of a run's requests are read from the layout with these layers."""
+    from lmcache_qclient.qcache import connect
+
+    before = daemon.status()["reads"]["retrieved_bytes"]
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        (layout,) = (one for one in cache.layouts if one.layer_ids == layers)
+        for request in done.requests:
+            found = cache.retrieve(request["token_ids"], layout=layout)
+            assert (found.layer_ids, found.num_tokens) == (layers, len(request["token_ids"]) - 1)
+    return int(daemon.status()["reads"]["retrieved_bytes"] - before)
+
+
 def test_one_layer_of_thirty_takes_a_thirtieth_of_everything(
     daemon: RunningDaemon, runs: Runs
 ) -> None:
-    from lmcache_qclient.qcache import connect
-
-    one, _, every = (runs[name] for name in SWITCHES)
-    assert one.ring_elements["query"] * LAYERS == every.ring_elements["query"]
-    assert one.stored["transfer_query"] * LAYERS == every.stored["transfer_query"]
-    with connect(daemon.url, daemon.http_url, MODEL) as cache:
-        tokens = one.requests[0]["token_ids"]
-        (layout,) = (one for one in cache.layouts if one.layer_ids == (5,))
-        small = cache.retrieve(tokens, layout=layout)
-        large = cache.retrieve(tokens)
-        assert small.num_tokens == large.num_tokens == len(tokens) - 1
-        assert small.tensor.nbytes * LAYERS == large.tensor.nbytes
-        assert small.tensor.equal(large.tensor[5:6])
+    """To the byte, as the server counts: ring, stored objects, and what readers get."""
+    query = "transfer_query"
+    every = [runs[name] for name in SWITCHES]
+    counted = []
+    for done, layers in zip(every, LAYOUTS, strict=True):
+        read = retrieved_bytes(daemon, done, layers)
+        counted.append((done.ring_bytes[query], done.stored[query], read))
+        print(f"layers {layers}: ring, stored, retrieved bytes {counted[-1]}")
+    one, two, thirty = counted
+    assert min(one) > 0
+    assert thirty == tuple(LAYERS * count for count in one)
+    assert two == tuple(2 * count for count in one)
+    assert len({str(done.requests) for done in every}) == 1, "the same requests, to the token"
+    for done, name, counts in zip(every, ("5", "1,9", "all"), counted, strict=True):
+        matrix_document.write_row(TITLE, HEAD, f"`{name}`", done.captured, *counts)
 
 
 def test_layouts_of_one_model_are_complete_and_never_mixed(
     daemon: RunningDaemon, runs: Runs, reference: Any
 ) -> None:
+    """Layers [1, 9] first, all later. The server's account says that nothing of either is missing."""
     from demo.reference import max_relative_row_error
     from lmcache_qclient.qcache import connect
 
-    assert all(runs[name].requests for name in SWITCHES)
+    for name in SWITCHES:
+        assert runs[name].captured == runs[name].report["computed"] > 0
     with connect(daemon.url, daemon.http_url, MODEL) as cache:
         by_layers = {one.layer_ids: one for one in cache.layouts}
-        assert set(by_layers) == {(5,), (1, 9), tuple(range(LAYERS))}
+        assert set(by_layers) == set(LAYOUTS)
+        assert all(layout.complete for layout in by_layers.values())
         for request in runs["two"].requests:
             tokens = request["token_ids"]
             right = reference.queries(tokens)
@@ -136,6 +180,27 @@ def test_layouts_of_one_model_are_complete_and_never_mixed(
                 assert max_relative_row_error(found.tensor, wanted) <= TOLERANCE
             found = cache.retrieve(tokens, layers=[9, 1])
             assert max_relative_row_error(found.tensor, right[[9, 1], :-1]) <= TOLERANCE
+
+
+def test_what_one_layout_lacks_is_not_taken_from_another(
+    daemon: RunningDaemon, runs: Runs, reference: Any, tmp_path: Path
+) -> None:
+    """Only layers [1, 9] have been captured of a longer prompt: with all layers a result ends where these end."""
+    from demo.reference import max_relative_row_error
+    from lmcache_qclient.qcache import connect
+
+    before = [request["token_ids"][:-1] for request in runs["all"].requests]
+    longer = Run(daemon, tmp_path, LONGER, **SWITCHES["two"])
+    (tokens,) = (request["token_ids"] for request in longer.requests)
+    everywhere = max(common(tokens, other) for other in before)
+    assert 150 <= everywhere < len(tokens) - 1
+    with connect(daemon.url, daemon.http_url, MODEL) as cache:
+        found, selected = cache.retrieve(tokens), cache.retrieve(tokens, layers=[1, 9])
+    right = reference.queries(tokens)
+    assert (found.layer_ids, found.num_tokens) == (LAYOUTS[2], everywhere)
+    assert (selected.layer_ids, selected.num_tokens) == ((1, 9), len(tokens) - 1)
+    assert max_relative_row_error(found.tensor, right[:, :everywhere]) <= TOLERANCE
+    assert max_relative_row_error(selected.tensor, right[[1, 9], :-1]) <= TOLERANCE
 
 
 def test_every_row_of_every_feature(daemon: RunningDaemon, runs: Runs, reference: Any) -> None:
@@ -182,7 +247,7 @@ def test_every_feature_has_an_account_of_its_own(runs: Runs) -> None:
         coverage = run.features[f"transfer_{feature}"]
         assert coverage["computed"] == coverage["captured"] == run.report["computed"]
         assert coverage["pending"] == sum(coverage["lost"].values()) == 0
-    assert set(run.ring_elements) == {"query", "key", "value", "attention output"}
+    assert set(run.ring_bytes) == set(run.features)
 
 
 REQUESTS: tuple[dict[str, Any] | None, ...] = (
