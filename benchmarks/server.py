@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from benchmarks import (
     round_trip,
     start,
     store_and_retrieve,
+    tier,
+    tier_stores,
     two_instances,
 )
 from demo.table import render_table
@@ -28,6 +31,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one_thread": {"copy_threads": 1},
 }
 """Other settings of the daemon, by the name that their figures carry."""
+
+TIER_ROUNDS = 12
+TIER_FIGURES = (
+    "l2_put_vs_disk",
+    "l2_put_interval",
+    "l2_put_cpu_s_per_gb",
+    "l2_get_vs_disk",
+    "l2_get_interval",
+    "l2_get_cpu_s_per_gb",
+)
 
 Figures = dict[str, dict[str, Any]]
 
@@ -57,6 +70,10 @@ def figures(rounds: int) -> Figures:
                 for name, value in store_and_retrieve.stored(server, size, rounds).items():
                     found.setdefault(f"{name}_{variant}", {})[f"{size}MiB"] = value
                 found[f"two_instances_{variant}_{size}MiB"] = two_instances.measure(server, size, 7)
+    for size in SIZES_MIB:
+        print(f"persistent tier, {size} MiB ...", flush=True)
+        for name, value in _persistent(size, rounds).items():
+            found.setdefault(name, {})[f"{size}MiB"] = value
     print("growth ...", flush=True)
     with running_daemon(pool_bytes="1GiB", chunk_size=growth.CHUNK) as server:
         found["store_us_by_objects"] = growth.with_objects(server)
@@ -69,6 +86,17 @@ def figures(rounds: int) -> Figures:
             for name, value in plain_redis.measure(size, rounds).items():
                 found.setdefault(name, {})[f"{size}MiB"] = value
     return found
+
+
+def _persistent(size: int, rounds: int) -> dict[str, Any]:
+    """Of this folder's disk: objects against plain files, and what writing costs the stores in front of it."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        objects = tier.measure(Path(folder), size, max(rounds, TIER_ROUNDS), direct=False)
+        stores = tier_stores.measure(folder, size, TIER_ROUNDS, tier_stores.PAUSE_S_PER_MIB * size)
+    return {name: objects[name] for name in TIER_FIGURES} | {
+        "l2_store_on_vs_off": stores["ratio"],
+        "l2_store_on_vs_off_interval": stores["interval"],
+    }
 
 
 def main() -> None:
