@@ -75,13 +75,13 @@ class TcpProxy:
         return sum(request.startswith(f"{method} ") for request in self.requests)
 
     def close(self) -> None:
-        """End all of it."""
+        """End all of it; what was held back never arrives."""
+        self.cut_off()
         self._passing.set()
         # A thread that waits in accept() is woken by this, not by close().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.cut_off()
 
     def _accept(self) -> None:
         while True:
@@ -115,6 +115,8 @@ class TcpProxy:
                         self.cut_off()
                         return
                 self._passing.wait()
+                if self._is_cut:
+                    break
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         if not is_client:
