@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -472,3 +475,26 @@ def test_what_the_engine_stores_under_the_salt_itself(daemon: RunningDaemon) -> 
         )
         assert cache.store(TOKENS, original, cache_salt="tenant").duplicate == OBJECTS
     engine.close()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sdk.md"])
+def test_the_example_of_the_pages(
+    daemon: RunningDaemon, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head is zeroed; run as it is written."""
+    text = (Path(__file__).parents[3] / page).read_text()
+    (example,) = (
+        block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "ablate" in block
+    )
+    engine = announced(daemon, page)
+    engine.store_all(TOKENS)
+    near = partial(connect, daemon.url, daemon.http_url)
+    monkeypatch.setattr("lmcache_qclient.qcache.connect", near)
+    exec(example.replace("MODEL", page), {"token_ids": TOKENS, "connect": near})
+    with opened(daemon, page) as cache:
+        original = cache.retrieve(TOKENS).tensor
+        edited = cache.retrieve(TOKENS, cache_salt="ablate-head-3").tensor
+    engine.close()
+    assert not edited[:, :, 3].any()
+    assert same(edited[:, :, :3], original[:, :, :3])
+    assert original[:, :, 3].any()
