@@ -34,6 +34,26 @@ async def test_what_is_stored_before_the_store_is_open_waits_for_it(world: TierW
     world.check_sum()
 
 
+async def test_persisted_is_said_when_it_is_and_not_before(world: TierWorld) -> None:
+    store = world.attach()
+    store.held = {"put"}
+    await world.store(await world.worker(), 1, 0, 2)
+
+    def said() -> list[bool]:
+        reply = world.retrieve(1, [0, 1])
+        world.module.release_q("reader", (reply.lease_id,))
+        return [chunk.persisted for chunk in reply.chunks]
+
+    await store.until_waits("put", 2)
+    assert said() == [False, False]
+    store.step()
+    await until(lambda: world.persistence.summary().written == 1)
+    assert sorted(said()) == [False, True]
+    store.let_go()
+    assert (await world.module.flush_q(20.0)).persisted
+    assert said() == [True, True]
+
+
 async def test_draining_ends_at_its_deadline_and_nothing_is_lost_by_that(world: TierWorld) -> None:
     store = world.attach()
     store.held = {"put"}
