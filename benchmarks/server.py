@@ -91,9 +91,16 @@ def figures(rounds: int) -> Figures:
 def _persistent(size: int, rounds: int) -> dict[str, Any]:
     """Of this folder's disk: objects against plain files, and what writing costs the stores in front of it."""
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        objects = tier.measure(Path(folder), size, max(rounds, TIER_ROUNDS), direct=False)
+        found = {
+            f"{name}{suffix}": value
+            for suffix, direct in (("", False), ("_direct", True))
+            for name, value in tier.measure(
+                Path(tempfile.mkdtemp(dir=folder)), size, max(rounds, TIER_ROUNDS), direct
+            ).items()
+            if name in TIER_FIGURES
+        }
         stores = tier_stores.measure(folder, size, TIER_ROUNDS, tier_stores.PAUSE_S_PER_MIB * size)
-    return {name: objects[name] for name in TIER_FIGURES} | {
+    return found | {
         "l2_store_on_vs_off": stores["ratio"],
         "l2_store_on_vs_off_interval": stores["interval"],
     }
