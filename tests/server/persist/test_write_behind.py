@@ -41,7 +41,7 @@ async def test_persisted_is_said_when_it_is_and_not_before(world: TierWorld) -> 
 
     def said() -> list[bool]:
         reply = world.retrieve(1, [0, 1])
-        world.module.release_q("reader", (reply.lease_id,))
+        world.module.reads.release_q("reader", (reply.lease_id,))
         return [chunk.persisted for chunk in reply.chunks]
 
     await store.until_waits("put", 2)

@@ -11,24 +11,37 @@ is proven; what is found here is proven when it is brought into the pool.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
 
 from lmcache_qprotocol.hashing import chunk_hash
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey
 from lmcache_qprotocol.messages import PartialChunk
 from lmcache_qserver.qstore.by_tokens import Candidate, agreement, content_of
 from lmcache_qserver.qstore.persist.records import content_of_header, key_at
-from lmcache_qserver.tier import ChunkStore, Corrupt, NotThere
+from lmcache_qserver.tier import ChunkStore, Corrupt, NotThere, Unavailable
 from lmcache_qserver.tier.format import ALIGNMENT, Header, header_bytes, read_header
 from lmcache_qserver.tier.paths import Address, address_of, name_of, parse_name
 
 MOST_HEADERS = 64
+QUESTION_S = 2.5
+"""How long a reader waits for the answer to a small question, before any data. A reader asks up to three questions in a
+row, and has ten seconds (the SDK's time-out) to be told that the store does not answer."""
+
+T = TypeVar("T")
 
 
 def names_of(key: ObjectKey, parent: bytes) -> tuple[str, ...]:
     """Where its object may lie: under its parent, and where writers that did not tell it put theirs."""
     unknown = name_of(key)
     return (name_of(key, parent), unknown) if any(parent) else (unknown,)
+
+
+async def _soon(question: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(question, QUESTION_S)
+    except asyncio.TimeoutError:
+        raise Unavailable(f"no answer in {QUESTION_S:g} s") from None
 
 
 async def find_name(store: ChunkStore, key: ObjectKey, parent: bytes) -> str | None:
@@ -38,7 +51,7 @@ async def find_name(store: ChunkStore, key: ObjectKey, parent: bytes) -> str | N
         TierError: the store can't say.
     """
     for name in names_of(key, parent):
-        if await store.head(name) is not None:
+        if await _soon(store.head(name)) is not None:
             return name
     return None
 
@@ -50,11 +63,11 @@ async def read_head(store: ChunkStore, name: str) -> tuple[Header, bytes]:
         TierError: NotThere, Corrupt, or the store can't say.
     """
     head = bytearray(ALIGNMENT)
-    await store.get_into(name, [memoryview(head)], to_end=False)
+    await _soon(store.get_into(name, [memoryview(head)], to_end=False))
     length = header_bytes(memoryview(head))
     if length > len(head):
         head = bytearray(length)
-        await store.get_into(name, [memoryview(head)], to_end=False)
+        await _soon(store.get_into(name, [memoryview(head)], to_end=False))
     return read_header(memoryview(head)), bytes(head)
 
 
@@ -68,7 +81,7 @@ async def find_by_tokens(
     """
     found: list[tuple[Candidate, str]] = []
     unclear: list[Address] = []
-    for address in await _children(store, family, asked.parent_hash):
+    for address in await _soon(_children(store, family, asked.parent_hash)):
         first, end = address.rows or (0, chunk_size)
         if end <= len(asked.tokens) and _hash_up_to(asked, end) == address.chunk_hash:
             found.append((Candidate(key_at(family, address), first, end), address.name))

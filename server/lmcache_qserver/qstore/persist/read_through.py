@@ -154,9 +154,7 @@ class ReadThrough:
         self._store = store
 
     def is_needed(self, query: ChunkQuery) -> bool:
-        """Whether the pool alone can't answer the query, and the store may."""
-        if self._store is None:
-            return False
+        """Whether the pool alone can't answer the query."""
         return any(not self._is_whole(place, query.family) for place in _places(query))
 
     # --- a query ------------------------------------------------------------------------------------------------
@@ -335,8 +333,7 @@ class ReadThrough:
         key: ObjectKey | None,
     ) -> T:
         """The store's answer; the default when it can't say, and then the reason under the key."""
-        assert self._store is not None
-        if self.breaker.allows(self._clock()):
+        if self._store is not None and self.breaker.allows(self._clock()):
             try:
                 answer = await question(self._store)
                 self.breaker.worked()
