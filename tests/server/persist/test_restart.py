@@ -100,7 +100,7 @@ def check_storing_again(worker: WireWorker, there: set[int], stored: int) -> Non
     persist(worker)
 
 
-@pytest.mark.parametrize("first_kill", [120, 900])
+@pytest.mark.parametrize("first_kill", [pytest.param(120, marks=pytest.mark.faults), 900])
 def test_a_server_killed_while_it_writes(tmp_path: Path, first_kill: int) -> None:
     stored, acknowledged = store_until_killed(tmp_path / "l2", first_kill, first_kill)
     print(f"killed after {stored} chunks, {len(acknowledged)} of them acknowledged as persisted")
@@ -115,6 +115,7 @@ def test_a_server_killed_at_many_moments(tmp_path: Path, seed: int) -> None:
     check_the_next(tmp_path / "l2", stored, acknowledged)
 
 
+@pytest.mark.faults
 def test_several_kills_in_a_row(tmp_path: Path) -> None:
     """Each server goes on where the one before was killed."""
     acknowledged: set[int] = set()

@@ -225,3 +225,37 @@ def test_a_chunk_without_its_parent_is_found_by_hash_alone(tmp_path: Path) -> No
             msgspec.structs.replace(query_of(tokens, PLAIN), partials=()),
         ):
             assert answers(one, query)["tokens"] == len(tokens)
+
+
+def test_items_count_as_tokens_do(tmp_path: Path) -> None:
+    """A chunk with a picture at its fourth token, asked for by tokens that diverge at the eleventh."""
+    settings: dict[str, Any] = {"l2": url_of(tmp_path / "l2"), "chunk_size": CHUNK}
+    tokens = tuple(range(CHUNK))
+    asked = (*tokens[:10], *range(900, 906))
+    picture = ItemIdentity("mm", "one", 3)
+    cases = {
+        (picture,): 10,
+        (): 3,
+        (ItemIdentity("mm", "another", 3),): 3,
+        (ItemIdentity("embeds", "one", 3),): 3,
+        (ItemIdentity("mm", "one", 5),): 3,
+        (picture, ItemIdentity("mm", "two", 7)): 7,
+        (picture, ItemIdentity("mm", "two", 12)): 10,
+    }
+    with running_daemon(**settings) as daemon, WireWorker(daemon, register=False) as one:
+        engine = Engine(daemon.url, layout_of(), MODEL)
+        engine.store_all(tokens, Identity(items=(picture,)))
+        persist(one)
+        engine.close()
+        check_items(one, asked, cases)
+    with running_daemon(**settings) as daemon, WireWorker(daemon, register=False) as one:
+        check_items(one, asked, cases)
+        assert tier(daemon)["brought"] == 1
+
+
+def check_items(one: WireWorker, asked: Tokens, cases: dict[tuple[ItemIdentity, ...], int]) -> None:
+    """All lookups first: they bring nothing into the pool."""
+    queries = {items: query_of(asked, Identity(items=items)) for items in cases}
+    said = {items: one.client.ask("lookup_q", query).result for items, query in queries.items()}
+    assert {items: reply.tokens for items, reply in said.items()} == cases
+    assert {items: answers(one, query)["tokens"] for items, query in queries.items()} == cases
