@@ -41,6 +41,9 @@ def test_what_was_persisted_and_evicted_is_read_back(tmp_path: Path) -> None:
                 assert now["pinned_bytes"] <= (1 << 20) // 4 + 4 * 4096
             if number % (2 * SLOTS) == SLOTS:
                 persist(worker)
+                recent = range(number - 20, number + 1)
+                assert all(persisted(worker, *map(name, recent)))
+                acknowledged |= set(recent)
         persist(worker)
         now = tier(daemon)
         assert now["submitted"] == count
