@@ -254,7 +254,7 @@ def verify_command(url: str | None, as_json: bool, model: str | None, quarantine
     "older_than_s",
     callback=_parsed(parse_duration),
     metavar="TIME",
-    help="Delete what was put longer ago, for example 30d or 12h.",
+    help="Delete what was put longer ago, for example 30d or 12h; in quarantine, too.",
 )
 @click.option(
     "--max-bytes",
@@ -279,14 +279,15 @@ def gc_command(
         from lmcache_qserver.upkeep.gc import delete, plan
 
         chosen = await plan(store, time.time(), older_than_s, max_bytes)
-        objects = nbytes = 0
-        for why, entries in (("expired", chosen.expired), ("surplus", chosen.surplus)):
+        for why, entries in (
+            ("expired", chosen.expired),
+            ("surplus", chosen.surplus),
+            ("quarantined", chosen.quarantined),
+        ):
             async for batch in delete(store, entries, dry_run):
                 for entry in batch:
                     _tell(as_json, told.gone_record(entry, why), f"{why}  {entry.name}")
-                objects += len(batch)
-                nbytes += sum(entry.nbytes for entry in batch)
-        total = told.gc_record(chosen, objects, nbytes)
+        total = told.gc_record(chosen)
         _tell(as_json, total, told.gc_summary(total, dry_run))
         return FINE
 
@@ -317,13 +318,10 @@ def purge_command(
         if not yes:
             meant = await purge_selected(store, selection, dry_run=True)
             click.echo(told.purge_summary(meant, "would go"), err=True)
-            if meant.objects:
+            if meant.objects or meant.quarantined:
                 click.confirm("Delete them for good?", abort=True, err=True)
         counts = await purge_selected(store, selection)
-        kept, _ = await store.quarantined()
-        _tell(as_json, told.purge_record(counts, kept), told.purge_summary(counts, "deleted"))
-        if kept:
-            click.echo(told.QUARANTINE_STAYS.format(count=kept), err=True)
+        _tell(as_json, told.purge_record(counts), told.purge_summary(counts, "deleted"))
         click.echo(told.STILL_IN_MEMORY, err=True)
         return FINE
 

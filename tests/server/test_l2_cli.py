@@ -136,6 +136,7 @@ def test_purge(folder: Path) -> None:
             "bytes": NBYTES,
             "foreign": 0,
             "quarantined": 0,
+            "quarantined_bytes": 0,
         }
     ]
     assert "lmcache-qserver purge" in told
@@ -271,11 +272,28 @@ def test_a_purge_of_nothing_asks_nothing(folder: Path) -> None:
     assert "0 objects deleted" in result.output
 
 
-def test_a_purge_tells_of_what_is_in_quarantine(folder: Path) -> None:
+def test_a_purge_reaches_what_is_in_quarantine_and_tells_so(folder: Path) -> None:
     flip(folder, PLAIN)
     assert invoke(folder, "verify", "--quarantine").exit_code == 1
-    result = invoke(folder, "purge", "--model", "org/model", "--yes")
-    assert "1 objects in quarantine stay" in result.output
+    assert invoke(folder, "purge", "--model", QUERY).exit_code == 1  # nobody says yes
+    result = invoke(folder, "purge", "--model", QUERY, "--no-salt", says="y\n")
+    assert "0 objects would go, 0 B; 1 in quarantine would go" in result.output
+    assert "0 objects deleted, 0 B; 1 in quarantine deleted" in result.output
+    assert left_in(folder) == {TENANT.name, OTHER.name, FOREIGN}
+
+
+def test_gc_tells_what_goes_from_quarantine_apart(folder: Path) -> None:
+    flip(folder, PLAIN)
+    assert invoke(folder, "verify", "--quarantine").exit_code == 1
+    (kept,) = left_in(folder) - {TENANT.name, OTHER.name, FOREIGN}
+    result = invoke(folder, "gc", "--max-bytes", "0", "--dry-run")
+    assert "2 objects would go" in result.output
+    assert "quarantine" not in result.output
+    result = invoke(folder, "gc", "--older-than", "0s")
+    assert f"quarantined  {kept}" in result.output
+    assert "2 objects deleted" in result.output
+    assert "1 in quarantine deleted" in result.output
+    assert left_in(folder) == {FOREIGN}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -9,7 +9,8 @@
     head       length, age and last use, or None.
     delete     what is not there is deleted already. What is being read stays readable, or the read fails as NotThere or
                Corrupt; it never mixes.
-    quarantine a broken object leaves its name and is kept for a person to look at; the name can be put again.
+    quarantine a broken object leaves its name and is kept for a person to look at; the name can be put again. It is
+               kept below QUARANTINE in folders like those that it came from, so whoever deletes by folders finds it.
     list       as it goes, a page at a time. An object that comes or goes meanwhile may be in or not.
                list_beginning: the same for what lies side by side in one large folder.
     folders    one level of names, without the objects below.
@@ -44,7 +45,7 @@ MAX_NAME_CHARS = 900
 MAX_SEGMENT_CHARS = 200
 """File systems allow 255."""
 QUARANTINE = "quarantine"
-"""Where an object store keeps what was put aside; no name of an object begins so."""
+"""The folder of what was put aside; no name of ours begins so."""
 _NAME = re.compile(
     rf"(?:[A-Za-z0-9_=~-][A-Za-z0-9._=~-]{{0,{MAX_SEGMENT_CHARS - 1}}}(?:/(?!$)|$))+"
 )
@@ -131,13 +132,20 @@ class ChunkStore(abc.ABC):
     async def quarantine(self, name: str) -> None:
         """Take an object away from its name and keep it, under `kept_name`, for a person to look at.
 
-        Nothing happens if it is not there. Files go to ROOT/.quarantine, which no listing shows; objects of an object
-        store to `quarantine/` below the store's root, which listing that root shows. Nobody empties either.
+        Nothing happens if it is not there. Listing the root shows it there, listing another folder does not. Files
+        keep their times; in an object store it is as old as its quarantine is long.
+
+        Raises:
+            ValueError: the name is bad, or too long to be kept; none of paths.py is.
         """
 
-    @abc.abstractmethod
     async def quarantined(self) -> tuple[int, int]:
         """(objects, bytes) in quarantine."""
+        count = nbytes = 0
+        async for entry in self.list(QUARANTINE):
+            count += 1
+            nbytes += entry.nbytes
+        return count, nbytes
 
     @abc.abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[Entry]:
@@ -187,8 +195,22 @@ def check_prefix(prefix: str) -> str:
 
 
 def kept_name(name: str) -> str:
-    """One segment under which an object is kept in quarantine; another each time, so nothing takes another's place."""
-    return f"{secrets.token_hex(8)}-{name.rpartition('/')[2]}"[:MAX_SEGMENT_CHARS]
+    """Under which an object is kept in quarantine: QUARANTINE/its folder/TOKEN-its last segment.
+
+    Another token each time, so nothing takes another's place. A last segment that gets too long loses its end.
+
+    Raises:
+        ValueError: that is too long for a name.
+    """
+    folder, slash, last = check_name(name).rpartition("/")
+    segment = f"{secrets.token_hex(8)}-{last}"[:MAX_SEGMENT_CHARS]
+    return check_name(f"{QUARANTINE}/{folder}{slash}{segment}")
+
+
+def name_before(kept: str) -> str:
+    """The name that an object had before it was kept under this one, as far as that tells."""
+    folder, slash, segment = kept.removeprefix(f"{QUARANTINE}/").rpartition("/")
+    return f"{folder}{slash}{segment.partition('-')[2]}"
 
 
 def byte_views(buffers: Sequence[Any], writable: bool = False) -> list[memoryview]:

@@ -4,8 +4,8 @@ How bytes go into a file is in writing.py, and how they come out of it in readin
 
     ROOT/                    ours, 0700
         .tmp/                files that are being written, each locked (flock) by its writer
-        .quarantine/         objects that were found to be broken, one beside the other; made when there is one
         v1/MODEL/.../NAME    objects, 0600; complete from the moment they have a name
+        quarantine/v1/...    objects that were found to be broken, in folders like theirs; made when there is one
 
     A put
       1. a new file in .tmp, O_EXCL, locked
@@ -54,7 +54,6 @@ from lmcache_qserver.tier.reading import Reading
 from lmcache_qserver.tier.writing import write_all
 
 TMP = ".tmp"
-QUARANTINE = ".quarantine"
 ATTEMPTS = 3
 """Puts of one object before giving up; each time something has taken its file or folder away."""
 RENAME_NOREPLACE = 1
@@ -167,29 +166,17 @@ class Disk:
                 self._sync(folder)
 
     def quarantine(self, name: str) -> None:
-        """See `ChunkStore.quarantine`. Not synced: after a power cut it may be back, and is found broken again."""
+        """See `ChunkStore.quarantine`.
+
+        After a power cut it has left its name, so that a purge of its quarantine is for good; it need not be there.
+        """
         with _told(name), contextlib.suppress(FileNotFoundError):
             if not self._exists(name):
                 return
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(QUARANTINE, 0o700, dir_fd=self._root)
-            with self._opened(QUARANTINE, _FOLDER) as kept:
-                os.rename(name, kept_name(name), src_dir_fd=self._root, dst_dir_fd=kept)
-
-    def quarantined(self) -> tuple[int, int]:
-        """See `ChunkStore.quarantined`."""
-        count = nbytes = 0
-        with (
-            _told(QUARANTINE),
-            contextlib.suppress(FileNotFoundError),
-            self._opened(QUARANTINE, _FOLDER) as fd,
-            os.scandir(fd) as found,
-        ):
-            for item in found:
-                with contextlib.suppress(FileNotFoundError):
-                    nbytes += item.stat(follow_symlinks=False).st_size
-                    count += 1
-        return count, nbytes
+            kept = kept_name(name)
+            self._make_folders_to_keep(os.path.dirname(kept))
+            os.rename(name, kept, src_dir_fd=self._root, dst_dir_fd=self._root)
+            self._sync(os.path.dirname(name))
 
     def folders(self, prefix: str) -> list[str]:
         """See `ChunkStore.folders`."""
@@ -306,6 +293,16 @@ class Disk:
             os.mkdir(folder, 0o700, dir_fd=self._root)
         self._sync(parent)
         self._synced.add(folder)
+
+    def _make_folders_to_keep(self, folder: str) -> None:
+        """Each time anew and unsynced: a person may have emptied the quarantine. Links lead nowhere."""
+        made = ""
+        for segment in folder.split("/"):
+            made = os.path.join(made, segment)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(made, 0o700, dir_fd=self._root)
+            with self._opened(made, _FOLDER):
+                pass
 
     def _sync(self, folder: str) -> None:
         with self._opened(folder or ".", os.O_RDONLY | os.O_DIRECTORY) as fd:

@@ -102,10 +102,6 @@ class FileStore(ChunkStore):
         """See `ChunkStore`."""
         await self._threads.submit(partial(self._disk.quarantine, check_name(name)))
 
-    async def quarantined(self) -> tuple[int, int]:
-        """See `ChunkStore`."""
-        return await self._threads.submit(self._disk.quarantined)
-
     async def folders(self, prefix: str = "") -> builtins.list[str]:
         """See `ChunkStore`."""
         return await self._threads.submit(partial(self._disk.folders, check_prefix(prefix)))

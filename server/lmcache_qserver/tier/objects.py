@@ -43,7 +43,6 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from lmcache_qserver.tier.chunk_store import (
-    QUARANTINE,
     ChunkStore,
     Entry,
     Observe,
@@ -178,15 +177,10 @@ class ObjectStore(ChunkStore):
 
     async def quarantine(self, name: str) -> None:
         """See `ChunkStore`."""
-        kept = f"{QUARANTINE}/{kept_name(check_name(name))}"
+        kept = kept_name(name)
         with contextlib.suppress(NotThere), _told(name):
             # A copy and then a delete: who fails between them leaves both, and the next try makes another copy.
             await obstore.rename_async(self._store, name, kept)
-
-    async def quarantined(self) -> tuple[int, int]:
-        """See `ChunkStore`."""
-        sizes = [entry.nbytes async for entry in self.list(QUARANTINE)]
-        return len(sizes), sum(sizes)
 
     async def folders(self, prefix: str = "") -> builtins.list[str]:
         """See `ChunkStore`."""

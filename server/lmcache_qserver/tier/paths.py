@@ -16,6 +16,8 @@ kept anywhere. All of the key but the plain salt (and a very long model name) ca
 `v1/MODEL/` and `v1/MODEL/LAYOUT-wWORLD-rRANK/SALT/` are prefixes to list or purge by. Two keys have two names, unless
 digests collide; the object's own header holds the whole key's digest besides, and decides.
 
+Broken objects are kept below `quarantine/`, in folders of these names; see `kept_name` of chunk_store.py.
+
 Nothing that a client sends becomes part of a path in any other way.
 """
 

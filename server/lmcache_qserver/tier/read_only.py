@@ -47,10 +47,6 @@ class ReadOnlyStore(ChunkStore):
         """Fails."""
         raise self._refused()
 
-    async def quarantined(self) -> tuple[int, int]:
-        """See `ChunkStore`."""
-        return await self._store.quarantined()
-
     def list(self, prefix: str = "") -> AsyncIterator[Entry]:
         """See `ChunkStore`."""
         return self._store.list(prefix)

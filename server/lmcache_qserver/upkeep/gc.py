@@ -1,4 +1,4 @@
-"""`l2 gc`: what has to go because it is too old, or because there is too much.
+"""`l2 gc`: what has to go because it is too old, in quarantine, too, or because there is too much.
 
 Deciding is pure; `delete` does it.
 """
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from lmcache_qserver.tier import ChunkStore, Entry
-from lmcache_qserver.upkeep.selection import Selection, find
+from lmcache_qserver.upkeep.selection import Selection, find, find_quarantined
 
 BATCH_NAMES = 256
 """Names that are deleted at a time."""
@@ -22,11 +22,13 @@ class Plan:
     Attributes:
         expired: too old.
         surplus: least recently used of the others, in this order.
+        quarantined: too old, in quarantine. What stays there is counted nowhere.
         foreign: names that we do not give: they stay, and are not counted as kept.
     """
 
     expired: list[Entry]
     surplus: list[Entry]
+    quarantined: list[Entry]
     kept_objects: int
     kept_bytes: int
     foreign: int
@@ -51,13 +53,17 @@ async def plan(
             foreign += 1
         else:
             entries.append(found.entry)
-    old = [] if older_than_s is None else expired(entries, now - older_than_s)
+    old, put_aside = [], []
+    if older_than_s is not None:
+        old = expired(entries, now - older_than_s)
+        put_aside = await expired_in_quarantine(store, now - older_than_s)
     gone = {entry.name for entry in old}
     rest = [entry for entry in entries if entry.name not in gone]
     too_much = [] if max_bytes is None else surplus(rest, max_bytes)
     return Plan(
         expired=old,
         surplus=too_much,
+        quarantined=put_aside,
         kept_objects=len(rest) - len(too_much),
         kept_bytes=_nbytes(rest) - _nbytes(too_much),
         foreign=foreign,
@@ -70,6 +76,16 @@ def expired(entries: Iterable[Entry], before: float) -> list[Entry]:
         (entry for entry in entries if entry.modified < before),
         key=lambda entry: (entry.modified, entry.name),
     )
+
+
+async def expired_in_quarantine(store: ChunkStore, before: float) -> list[Entry]:
+    """The same of what is in quarantine: what was captured does not outlive its age there.
+
+    Raises:
+        TierError: the store can't be listed.
+    """
+    found = find_quarantined(store, Selection())
+    return expired([each.entry async for each in found if each.address is not None], before)
 
 
 def surplus(entries: Iterable[Entry], max_bytes: int) -> list[Entry]:

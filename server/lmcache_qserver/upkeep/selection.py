@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import MAX_NAME_CHARS
 from lmcache_qserver.tier import ChunkStore, Entry
-from lmcache_qserver.tier.chunk_store import QUARANTINE
+from lmcache_qserver.tier.chunk_store import QUARANTINE, name_before
 from lmcache_qserver.tier.paths import NO_SALT, VERSION, Address, parse_name, quote, unquote
 
 FEATURE_MARK = "##"
@@ -59,7 +59,8 @@ class Found:
     """What lies in a store.
 
     Attributes:
-        address: what the name tells; None for a foreign object, whose name is none that we give.
+        address: what the name tells (in quarantine the one before); None for a foreign object, whose name is none
+            that we give.
     """
 
     entry: Entry
@@ -72,7 +73,7 @@ async def find(store: ChunkStore, selection: Selection) -> AsyncIterator[Found]:
     Raises:
         TierError: the store can't be listed (any more).
     """
-    for prefix in await _prefixes(store, selection):
+    for prefix in await _prefixes(store, selection, ""):
         async for entry in store.list(prefix):
             if entry.name.startswith(f"{QUARANTINE}/"):
                 continue
@@ -81,13 +82,30 @@ async def find(store: ChunkStore, selection: Selection) -> AsyncIterator[Found]:
                 yield Found(entry, address)
 
 
-async def _prefixes(store: ChunkStore, selection: Selection) -> list[str]:
-    """The fewest below which everything lies that is meant."""
+async def find_quarantined(store: ChunkStore, selection: Selection) -> AsyncIterator[Found]:
+    """The same of what is in quarantine: whose it was its folder tells, which its own broken bytes can't.
+
+    Raises:
+        TierError: the store can't be listed (any more).
+    """
+    for prefix in await _prefixes(store, selection, f"{QUARANTINE}/"):
+        async for entry in store.list(prefix):
+            address = parse_name(name_before(entry.name))
+            if address is None or selection.holds(address):
+                yield Found(entry, address)
+
+
+async def _prefixes(store: ChunkStore, selection: Selection, place: str) -> list[str]:
+    """The fewest below which everything lies that is meant.
+
+    Args:
+        place: what they all begin with; empty, or a folder and a slash.
+    """
     if selection.model_name is None:
-        return [""]
+        return [place.rstrip("/")]
     models = [
         folder
-        for folder in await store.folders(VERSION)
+        for folder in await store.folders(f"{place}{VERSION}")
         if selection.holds_model(folder.rpartition("/")[2])
     ]
     if selection.salt is None:

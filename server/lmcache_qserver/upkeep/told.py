@@ -211,16 +211,19 @@ def verify_summary(counts: Mapping[str, int], nbytes: int, seconds: float) -> st
 
 
 def gone_record(entry: Entry, why: str) -> dict[str, Any]:
-    """One object that goes; `why`: expired, surplus."""
+    """One object that goes; `why`: expired, surplus, quarantined."""
     return {"kind": "gone", "why": why, "name": entry.name, "bytes": entry.nbytes}
 
 
-def gc_record(plan: Plan, objects: int, nbytes: int) -> dict[str, Any]:
-    """The sum; what went is given."""
+def gc_record(plan: Plan) -> dict[str, Any]:
+    """The sum of what went, what went from quarantine apart, and what stays."""
+    gone = [*plan.expired, *plan.surplus]
     return {
         "kind": "total",
-        "objects": objects,
-        "bytes": nbytes,
+        "objects": len(gone),
+        "bytes": sum(entry.nbytes for entry in gone),
+        "quarantined": len(plan.quarantined),
+        "quarantined_bytes": sum(entry.nbytes for entry in plan.quarantined),
         "kept_objects": plan.kept_objects,
         "kept_bytes": plan.kept_bytes,
         "foreign": plan.foreign,
@@ -230,22 +233,24 @@ def gc_record(plan: Plan, objects: int, nbytes: int) -> dict[str, Any]:
 def gc_summary(total: Mapping[str, Any], dry_run: bool) -> str:
     """The same for people."""
     foreign = f"; {total['foreign']} names not ours, left alone" if total["foreign"] else ""
+    went = "would go" if dry_run else "deleted"
+    kept = _quarantined(total["quarantined"], total["quarantined_bytes"], went)
     return (
-        f"{total['objects']} objects {'would go' if dry_run else 'deleted'}, {size(total['bytes'])}; "
-        f"{total['kept_objects']} stay, {size(total['kept_bytes'])}{foreign}"
+        f"{total['objects']} objects {went}, {size(total['bytes'])}; "
+        f"{total['kept_objects']} stay, {size(total['kept_bytes'])}{kept}{foreign}"
     )
+
+
+def _quarantined(count: int, nbytes: int, went: str) -> str:
+    return f"; {count} in quarantine {went}, {size(nbytes)}" if count else ""
 
 
 # --- purge --------------------------------------------------------------------------------------------------------
 
 STILL_IN_MEMORY = "Servers that run may still hold it in memory, and write it again: `lmcache-qserver purge` there."
-QUARANTINE_STAYS = (
-    "{count} objects in quarantine stay: nothing there tells whose they were. "
-    "Look at them, and delete them by hand."
-)
 
 
-def purge_record(counts: PurgeCounts, quarantined: int) -> dict[str, Any]:
+def purge_record(counts: PurgeCounts) -> dict[str, Any]:
     """What went."""
     return {
         "kind": "total",
@@ -253,7 +258,8 @@ def purge_record(counts: PurgeCounts, quarantined: int) -> dict[str, Any]:
         "objects": counts.objects,
         "bytes": counts.nbytes,
         "foreign": counts.foreign,
-        "quarantined": quarantined,
+        "quarantined": counts.quarantined,
+        "quarantined_bytes": counts.quarantined_bytes,
     }
 
 
@@ -263,5 +269,6 @@ def purge_summary(counts: PurgeCounts, went: str) -> str:
         f"{model_of(folder)}: {count} objects" for folder, count in sorted(counts.models.items())
     ]
     foreign = f"; {counts.foreign} names not ours, left alone" if counts.foreign else ""
-    lines.append(f"{counts.objects} objects {went}, {size(counts.nbytes)}{foreign}")
+    kept = _quarantined(counts.quarantined, counts.quarantined_bytes, went)
+    lines.append(f"{counts.objects} objects {went}, {size(counts.nbytes)}{kept}{foreign}")
     return "\n".join(lines)

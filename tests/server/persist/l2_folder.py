@@ -31,7 +31,7 @@ def left_behind(folder: Path) -> list[Path]:
 
 def quarantined(folder: Path) -> list[Path]:
     """Files that were put aside."""
-    return sorted(folder.glob(".quarantine/*"))
+    return sorted(path for path in folder.glob("quarantine/**/*") if path.is_file())
 
 
 def file_of(folder: Path, worker: WireWorker, name: bytes, salt: str = "") -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from lmcache_qprotocol.messages import PurgeReply
 from lmcache_qserver.testing.daemon import running_daemon
-from tests.server.persist.l2_folder import file_of, objects, persist, tier, url_of
+from tests.server.persist.l2_folder import file_of, objects, persist, quarantined, tier, url_of
 from tests.server.test_salts import NAME, SALTS
 from tests.server.wire_worker import CHUNK, MODEL, WireWorker, rows_of
 
@@ -113,6 +114,25 @@ def test_what_waits_to_be_written_is_purged_too(folder: Path) -> None:
             chunk = number.to_bytes(32, "big")
             assert one.read(chunk, salt="gone") == "purged"
             assert one.read(chunk, salt="stays") == rows_of(number)
+
+
+def test_what_is_in_quarantine_is_purged_by_its_salt_too(folder: Path) -> None:
+    with running_daemon(l2=url_of(folder), chunk_size=CHUNK) as daemon, WireWorker(daemon) as one:
+        for salt in ("gone", "stays"):
+            assert one.store(NAME, rows_of(1), salt=salt).stored == 1
+        persist(one)
+        paths = {salt: file_of(folder, one, NAME, salt) for salt in ("gone", "stays")}
+    nbytes = {salt: path.stat().st_size - 1 for salt, path in paths.items()}
+    for salt, path in paths.items():
+        os.truncate(path, nbytes[salt])
+    with running_daemon(l2=url_of(folder), chunk_size=CHUNK) as daemon, WireWorker(daemon) as one:
+        assert [one.read(NAME, salt=salt) for salt in paths] == ["corrupt", "corrupt"]
+        assert len(quarantined(folder)) == 2
+        assert purge(one, "gone") == PurgeReply(dropped=0, deleted=1, deleted_bytes=nbytes["gone"])
+        (left,) = quarantined(folder)
+        assert left.relative_to(folder / "quarantine").parent == (
+            paths["stays"].relative_to(folder).parent
+        )
 
 
 def test_what_was_purged_can_be_stored_again(folder: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lmcache_qserver.tier import ChunkStore, Corrupt, Entry, NotThere, PutOutcome, Transfer
-from lmcache_qserver.tier.chunk_store import Observe
+from lmcache_qserver.tier.chunk_store import QUARANTINE, Observe, name_before
 from lmcache_qserver.tier.errors import TierError, Unavailable
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -103,9 +103,9 @@ class StoreConformance:
         return await self.open()
 
     async def kept(self, store: ChunkStore) -> list[bytes]:
-        """What lies in quarantine: of an object store, below a prefix of its own."""
+        """What lies in quarantine, read as any object."""
         return [
-            await get(store, entry.name, entry.nbytes) async for entry in store.list("quarantine")
+            await get(store, entry.name, entry.nbytes) async for entry in store.list(QUARANTINE)
         ]
 
     @pytest.fixture
@@ -484,6 +484,36 @@ class StoreConformance:
         assert await second.folders("v1") == ["v1/model=2Fa"]
         assert sorted(await self.kept(store)) == [b"broken", b"broken again"]
         assert await second.quarantined() == (2, len(b"brokenbroken again"))
+
+    async def test_what_is_in_quarantine_lies_in_its_own_folder_there(
+        self, store: ChunkStore, second: ChunkStore
+    ) -> None:
+        others = ["v1/a/b/c", "v1/a/b/d-e", "v1/a/f/c", "v2/a/b/c", "top"]
+        for name in others:
+            await put(store, name, name.encode())
+            await store.quarantine(name)
+        found = {entry.name async for entry in second.list(QUARANTINE)}
+        assert sorted(map(name_before, found)) == sorted(others)
+        assert await second.folders(f"{QUARANTINE}/v1/a") == [
+            f"{QUARANTINE}/v1/a/b",
+            f"{QUARANTINE}/v1/a/f",
+        ]
+        below = await names(second, f"{QUARANTINE}/v1/a/b")
+        assert {name_before(name) for name in below} == {"v1/a/b/c", "v1/a/b/d-e"}
+        for kept in below:
+            entry = await second.head(kept)
+            assert entry is not None
+            assert await get(second, kept, entry.nbytes) == name_before(kept).encode()
+        await second.delete(sorted(below))
+        assert await names(store) == found - below
+        assert await names(store, "v1") == set()
+
+    async def test_a_name_that_is_too_long_to_be_kept_stays(self, store: ChunkStore) -> None:
+        longest = "/".join(["x" * 99] * 9)
+        await put(store, longest, b"x")
+        with pytest.raises(ValueError, match="no name"):
+            await store.quarantine(longest)
+        assert await names(store) == {longest}
 
     async def test_quarantine_of_what_is_not_there_is_nothing(self, store: ChunkStore) -> None:
         await put(store, "v1/a/b", b"x")

@@ -31,7 +31,8 @@ from lmcache_qserver.tier import (
     disk,
     open_store,
 )
-from lmcache_qserver.tier.disk import QUARANTINE, TMP, Disk
+from lmcache_qserver.tier.chunk_store import QUARANTINE
+from lmcache_qserver.tier.disk import TMP, Disk
 from tests.server.tier.conformance import (
     DEADLINE_S,
     KIB,
@@ -61,10 +62,6 @@ class TestFileStore(StoreConformance):
 
     async def open(self) -> ChunkStore:
         return await opened(self.folder)
-
-    async def kept(self, store: ChunkStore) -> list[bytes]:
-        found = self.folder / QUARANTINE
-        return [path.read_bytes() for path in found.iterdir()] if found.exists() else []
 
 
 class TestDirectFileStore(TestFileStore):
@@ -262,19 +259,38 @@ async def test_quarantine_is_ours_alone_and_nobody_elses_place(
     await put(store, NAME, b"x")
     await put(store, "v1/x/y", b"x")
     await store.quarantine(NAME)
-    assert stat.S_IMODE((folder / QUARANTINE).stat().st_mode) == 0o700
-    (kept,) = (folder / QUARANTINE).iterdir()
+    *folders, kept = sorted((folder / QUARANTINE).rglob("*"))
+    assert kept.parent == folder / QUARANTINE / Path(NAME).parent
     assert kept.name.endswith(Path(NAME).name)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert await store.folders() == ["v1"]
-    assert await names(store) == {"v1/x/y"}
+    for each in (folder / QUARANTINE, *folders):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+    assert await names(store, "v1") == {"v1/x/y"}
     with pytest.raises(Refused, match="not a file"):
         await store.quarantine("v1/x")
-    shutil.rmtree(folder / QUARANTINE)
-    (folder / QUARANTINE).symlink_to(tmp_path)
-    with pytest.raises(Refused):
-        await store.quarantine("v1/x/y")
-    assert await names(store) == {"v1/x/y"}
+    (tmp_path / "elsewhere").mkdir()
+    for link in (folder / QUARANTINE, folder / QUARANTINE / "v1"):
+        shutil.rmtree(folder / QUARANTINE)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(Refused):
+            await store.quarantine("v1/x/y")
+        assert await names(store) == {"v1/x/y"}
+        link.unlink()
+        (folder / QUARANTINE).mkdir(exist_ok=True)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+async def test_a_quarantine_that_somebody_empties_is_made_again(
+    store: ChunkStore, folder: Path
+) -> None:
+    for content in (b"x", b"y"):
+        await put(store, NAME, content)
+        os.utime(folder / NAME, (1e9, 1e9))
+        await store.quarantine(NAME)
+        (entry,) = [entry async for entry in store.list(QUARANTINE)]
+        assert (entry.modified, await get(store, entry.name, 1)) == (1e9, content)
+        shutil.rmtree(folder / QUARANTINE)
 
 
 # --- the order of a put, on which surviving a power cut hangs ---

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_qprotocol.keys import KeyFamily, ObjectKey, kv_rank, salt_digest
-from lmcache_qserver.tier.chunk_store import MAX_SEGMENT_CHARS, check_name
+from lmcache_qserver.tier.chunk_store import MAX_SEGMENT_CHARS, check_name, kept_name, name_before
 from lmcache_qserver.tier.paths import (
     address_of,
     model_prefix,
@@ -102,6 +102,18 @@ def test_whatever_a_client_sends_is_a_safe_name(model: str, salt: str) -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9_=~-][A-Za-z0-9._=~-]*", part) for part in segments)
     assert max(map(len, segments)) <= MAX_SEGMENT_CHARS
     assert not salt or salt not in segments
+
+
+def test_the_longest_name_can_be_kept_in_quarantine_and_tells_what_it_was() -> None:
+    longest = name_of(
+        key_of("m" * 500, "tenant", rows=(2**31 - 2, 2**31 - 1), world_size=255, rank=254),
+        b"\xcd" * 32,
+    )
+    kept = kept_name(longest)
+    assert kept != kept_name(longest)
+    assert name_before(kept) == longest
+    assert parse_name(longest) is not None
+    assert kept.startswith(f"quarantine/{longest.rpartition('/')[0]}/")
 
 
 def test_no_two_of_them_share_a_name() -> None:

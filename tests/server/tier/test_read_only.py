@@ -39,7 +39,7 @@ async def test_looking_leaves_no_trace(tmp_path: Path) -> None:
     before = traces(folder)
     store = await opened(folder, read_only=True)
     assert await get(store, NAME, 100) == b"x" * 100
-    assert await names(store) == {NAME}
+    assert await names(store, "v1") == {NAME}
     assert await store.folders("v1") == ["v1/model=2Fa"]
     assert await store.quarantined() == (1, 1)
     entry = await store.head(NAME)

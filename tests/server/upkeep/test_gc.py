@@ -66,15 +66,28 @@ async def test_foreign_names_and_quarantine_are_left_alone_and_count_for_nothing
     await fill(store, [*objects, stored(9), foreign])
     await store.quarantine(stored(9).name)
     nbytes = len(objects[0].content)
-    everything = await plan(store, 4e9, 0.0, 0)
-    assert (len(everything.expired), everything.surplus) == (3, [])
+    everything = await plan(store, 4e9, None, 0)
+    assert (len(everything.surplus), everything.expired, everything.quarantined) == (3, [], [])
     assert (everything.kept_objects, everything.kept_bytes, everything.foreign) == (0, 0, 1)
     enough = await plan(store, 4e9, None, 3 * nbytes)
-    assert enough == Plan([], [], 3, 3 * nbytes, 1)
-    async for _ in delete(store, everything.expired):
+    assert enough == Plan([], [], [], 3, 3 * nbytes, 1)
+    async for _ in delete(store, everything.surplus):
         pass
     assert await names(store, "v1") == {FOREIGN}
     assert await store.quarantined() == (1, nbytes)
+
+
+async def test_what_is_too_old_goes_from_quarantine_too(store: ChunkStore) -> None:
+    await fill(store, [stored(1), stored(2), Stored("quarantine/v1/mine.txt", b"mine")])
+    await store.quarantine(stored(1).name)
+    (kept,) = await names(store, "quarantine/v1/org=2Fmodel=23=23query")
+    assert (await plan(store, 0.0, 0.0, None)).quarantined == []
+    found = await plan(store, 4e9, 0.0, None)
+    assert [each.name for each in found.quarantined] == [kept]
+    assert [each.name for each in found.expired] == [stored(2).name]
+    async for _ in delete(store, found.quarantined):
+        pass
+    assert await names(store) == {stored(2).name, "quarantine/v1/mine.txt"}
 
 
 async def test_old_ones_first_then_as_many_as_are_too_much(tmp_path: Path) -> None:

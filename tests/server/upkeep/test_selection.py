@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_qprotocol.keys import salt_digest
 from lmcache_qserver.tier import ChunkStore
-from lmcache_qserver.upkeep.selection import Selection, find
+from lmcache_qserver.upkeep.selection import Selection, find, find_quarantined
 from tests.server.upkeep.objects import FOREIGN, KEY, QUERY, Stored, fill, stored
 
 LONG = "org/" + "x" * 200
@@ -75,6 +75,9 @@ async def test_foreign_names_are_told_where_they_lie_and_quarantine_is_left_out(
     assert await meant(store, Selection()) == {FOREIGN, beside, "key"}
     assert await meant(store, Selection(QUERY)) == {beside}
     assert await meant(store, Selection(KEY)) == {"key"}
+    for selection, found in ((Selection(), [broken.name]), (Selection(KEY), [])):
+        kept = [each async for each in find_quarantined(store, selection)]
+        assert [each.address and each.address.name for each in kept] == found
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ class Persistence:
         await asyncio.gather(self.writes.settle(what.is_family), self.reads.settle(what.is_family))
 
     async def purge(self, what: Purge) -> tuple[int, int, str]:
-        """Delete it in the store: objects, bytes, and what went wrong."""
+        """Delete it in the store, in quarantine, too: objects, bytes, and what went wrong."""
         if self._store is None:
             return 0, 0, "the persistent tier is not open yet: purge again when it is"
         try:
@@ -206,7 +206,8 @@ class Persistence:
         except TierError as error:
             return 0, 0, f"the persistent tier: {error}; some may be left, purge again"
         await self.go_through()
-        return counts.objects, counts.nbytes, ""
+        nbytes = counts.nbytes + counts.quarantined_bytes
+        return counts.objects + counts.quarantined, nbytes, ""
 
     # --- the whole ----------------------------------------------------------------------------------------------
 

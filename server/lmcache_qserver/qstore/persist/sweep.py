@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lmcache_qserver.qstore.persist.held import Held
 from lmcache_qserver.tier import ChunkStore, Entry
 from lmcache_qserver.tier.paths import parse_name
-from lmcache_qserver.upkeep.gc import delete, expired, surplus
+from lmcache_qserver.upkeep.gc import delete, expired, expired_in_quarantine, surplus
 from lmcache_qserver.upkeep.selection import Selection, find
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Swept:
     """Objects that went, and their bytes.
 
     Attributes:
-        expired: too old.
+        expired: too old, in quarantine, too.
         surplus: unused for the longest time, because there was too much.
     """
 
@@ -82,7 +82,7 @@ async def sweep(
     wall: float,
     swept: Swept,
 ) -> set[str]:
-    """Delete what has to go; its names.
+    """Delete what has to go; its names, but for those in quarantine.
 
     Args:
         max_bytes: what may lie there; 0: any.
@@ -94,20 +94,21 @@ async def sweep(
         TierError: some may be left; sweeping again is safe.
     """
     old = expired(inspected.entries, wall - ttl_s) if ttl_s else []
+    put_aside = await expired_in_quarantine(store, wall - ttl_s) if ttl_s else []
     gone = {entry.name for entry in old}
     rest = [entry for entry in inspected.entries if entry.name not in gone]
     exceeded = max_bytes and sum(entry.nbytes for entry in rest) > max_bytes
     too_much = surplus(rest, int(max_bytes * LOW_SHARE)) if exceeded else []
-    async for batch in delete(store, old):
+    async for batch in delete(store, [*old, *put_aside]):
         swept.expired += len(batch)
         _note_gone(held, batch, swept)
     async for batch in delete(store, too_much):
         swept.surplus += len(batch)
         _note_gone(held, batch, swept)
-    if old or too_much:
+    if old or put_aside or too_much:
         logger.info(
             "the persistent tier was swept: %d objects were too old, %d too many",
-            len(old),
+            len(old) + len(put_aside),
             len(too_much),
         )
     return gone | {entry.name for entry in too_much}
