@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lmcache_qprotocol.keys import FEATURE_SUFFIX
 from lmcache_qprotocol.limits import MAX_NAME_CHARS
@@ -13,6 +14,8 @@ from lmcache_qserver.tier.chunk_store import QUARANTINE, name_before
 from lmcache_qserver.tier.paths import NO_SALT, VERSION, Address, parse_name, quote, unquote
 
 FEATURE_MARK = "##"
+NAMES_REMEMBERED = 1024
+"""Of models that `means` has decided; one may have 512 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,26 @@ class Selection:
 
     def holds_model(self, folder: str) -> bool:
         """Whether the model of this folder is meant."""
-        wanted = self.model_name
-        if wanted is None:
-            return True
-        name = unquote(folder)
-        if name is not None:
-            return name == wanted or name.startswith(wanted + FEATURE_MARK)
-        # The folder holds a digest instead of the name's end: only features that we know can be recognized.
-        return any(folder == quote(wanted + suffix) for suffix in ("", *FEATURE_SUFFIX.values()))
+        return self.model_name is None or means_folder(self.model_name, folder)
+
+
+@lru_cache(NAMES_REMEMBERED)
+def means(wanted: str, model_name: str) -> bool:
+    """Whether keys of this model name are meant: in memory what is meant of a store, even of names cut short there.
+
+    Args:
+        wanted: see `Selection`.
+    """
+    return means_folder(wanted, quote(model_name))
+
+
+def means_folder(wanted: str, folder: str) -> bool:
+    """Whether the model of this folder is meant."""
+    name = unquote(folder)
+    if name is not None:
+        return wanted in (name, name.rpartition(FEATURE_MARK)[0])
+    # The folder holds a digest instead of the name's end: only features that we know can be recognized.
+    return any(folder == quote(wanted + suffix) for suffix in ("", *FEATURE_SUFFIX.values()))
 
 
 @dataclass(frozen=True, slots=True)
