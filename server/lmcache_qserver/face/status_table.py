@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lmcache_qserver.face.amounts import duration, size
+from lmcache_qserver.face.amounts import duration, plain, size
 
 FETCH_TIMEOUT_S = 5.0
 MAX_STATUS_BYTES = 64 << 20
@@ -45,19 +45,18 @@ def fetch(http_url: str) -> tuple[str, dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
-    return "\n".join(
-        [
-            *_server(report["server"]),
-            *_pool(report["pool"]),
-            *_totals(report["totals"]),
-            *_persistent(report["l2"]),
-            *_instances(report["q_context_meta"]),
-            *_models(report["models"]),
-            *_coverage(report["coverage"]),
-            *_rings(report["rings"], report["coverage"]["waited_s"]),
-        ]
-    )
+    """The report for people; what clients have named drives no terminal."""
+    lines = [
+        *_server(report["server"]),
+        *_pool(report["pool"]),
+        *_totals(report["totals"]),
+        *_persistent(report["l2"]),
+        *_instances(report["q_context_meta"]),
+        *_models(report["models"]),
+        *_coverage(report["coverage"]),
+        *_rings(report["rings"], report["coverage"]["waited_s"]),
+    ]
+    return "\n".join(map(plain, lines))
 
 
 def _server(server: dict[str, Any]) -> Iterator[str]:

@@ -127,3 +127,14 @@ def test_several_features_have_a_line_each() -> None:
         "           transfer_query  600       600       0        none",
         "           transfer_key    400       300       40       ring_full 60",
     ]
+
+
+def test_what_clients_have_named_cannot_drive_the_terminal() -> None:
+    hostile = "org/\x1b[2Jm\nrings      none\u009b1m\u202e"
+    instance = {**REPORT["q_context_meta"]["7"], "model_name": hostile}
+    models = [{**REPORT["models"][0], "model_name": hostile}]
+    report = {**REPORT, "q_context_meta": {hostile: instance}, "models": models}
+    text = table(report)
+    assert text.count(r"org/\x1b[2Jm\nrings      none\x9b1m\u202e") == 3
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert text.count("\n") == table(REPORT).count("\n")
