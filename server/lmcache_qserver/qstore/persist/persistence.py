@@ -174,6 +174,7 @@ class Persistence:
                 asyncio.gather(*questions, return_exceptions=True), CONFIRM_S
             )
         except asyncio.TimeoutError:
+            self.reads.note_unanswered()
             return set()
         for (key, parent), name in zip(items, names, strict=True):
             if name is None:
@@ -284,7 +285,11 @@ class Persistence:
             return
         settings = self.settings
         try:
-            inspected = await inspect(self._store, self.held, keep_entries=self._may_delete())
+            keep = bool(settings.ttl_s) or self.is_too_full()
+            inspected = await inspect(self._store, self.held, keep_entries=keep)
+            if not keep and self.is_too_full():
+                # Seldom, but for the first time: entries take memory, which is not needed to count.
+                inspected = await inspect(self._store, self.held, keep_entries=True)
             self.foreign = inspected.foreign
             gone = await sweep(
                 self._store,
@@ -306,9 +311,6 @@ class Persistence:
         """Whether it holds more than it may."""
         limit = self.settings.max_bytes
         return self.is_local and bool(limit) and self.held.nbytes > limit
-
-    def _may_delete(self) -> bool:
-        return bool(self.settings.ttl_s) or self.is_too_full() or not self.surveyed
 
     async def _survey(self, store: ChunkStore) -> None:
         began = self._clock()

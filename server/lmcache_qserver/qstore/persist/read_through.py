@@ -47,7 +47,7 @@ from lmcache_qserver.qstore.persist.l2_search import (
 from lmcache_qserver.qstore.persist.probe import Probe
 from lmcache_qserver.qstore.persist.records import content_of_header, description_of, place_of
 from lmcache_qserver.qstore.stored_object import StoredObject
-from lmcache_qserver.tier import ChunkStore, Corrupt, NotThere, TierError, Transfer
+from lmcache_qserver.tier import ChunkStore, Corrupt, NotThere, TierError, Transfer, Unavailable
 from lmcache_qserver.tier.format import Header, Proof
 
 logger = logging.getLogger(__name__)
@@ -344,6 +344,10 @@ class ReadThrough:
         if key is not None:
             reasons[key] = MissReason.UNAVAILABLE
         return default
+
+    def note_unanswered(self) -> None:
+        """A store has waited for an answer in vain: that concerns readers, too."""
+        self._note_error(Unavailable("no answer to a store that asks what is there"))
 
     def _note_error(self, error: TierError) -> None:
         was_open = self.breaker.is_open
