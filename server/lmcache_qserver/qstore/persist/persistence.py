@@ -129,8 +129,7 @@ class Persistence:
         """opening, ready, or failing."""
         if self._store is None:
             return "opening"
-        failing = self.writes.breaker.is_open or self.reads.breaker.is_open
-        return "failing" if failing else "ready"
+        return "failing" if self.writes.is_failing or self.reads.breaker.is_open else "ready"
 
     @property
     def is_local(self) -> bool:

@@ -130,6 +130,11 @@ class WriteBehind:
         return self._index.pool
 
     @property
+    def is_failing(self) -> bool:
+        """Whether something waits that can't be written now; with nothing to write, nobody knows."""
+        return self.breaker.is_open and bool(self._waiting or self._writing)
+
+    @property
     def waiting(self) -> int:
         """Objects that wait for their turn."""
         return len(self._waiting)
