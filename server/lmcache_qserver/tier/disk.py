@@ -211,10 +211,14 @@ class Disk:
         os.fsync(self._root)
 
     def _sweep(self) -> None:
+        """What is no file, or not ours to open, is no writer's and stays: it must not keep a server from starting."""
         with self._opened(TMP, _FOLDER) as folder:
             for left in os.listdir(folder):
-                with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                    fd = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                with contextlib.suppress(FileNotFoundError, BlockingIOError, PermissionError):
+                    found = os.stat(left, dir_fd=folder, follow_symlinks=False)
+                    if not stat.S_ISREG(found.st_mode):
+                        continue
+                    fd = os.open(left, _READ | os.O_CLOEXEC, dir_fd=folder)
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         os.unlink(left, dir_fd=folder)

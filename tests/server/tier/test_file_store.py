@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -154,6 +155,25 @@ async def test_opening_sweeps_what_dead_writers_left_and_nothing_of_the_living(
     assert await put(store, NAME, b"x") is PutOutcome.WRITTEN
     await asyncio.wait_for(swept.wait(), DEADLINE_S)
     assert left_behind(folder) == []
+
+
+async def test_what_is_no_file_of_a_writer_does_not_keep_a_store_from_opening(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening a pipe would wait for ever, and a folder can't be unlinked."""
+    (folder / TMP).mkdir(parents=True)
+    folder.chmod(0o700)
+    os.mkfifo(folder / TMP / "pipe")
+    (folder / TMP / "folder").mkdir()
+    (folder / TMP / "link").symlink_to("elsewhere")
+    monkeypatch.chdir(folder / TMP)  # a socket's path must be short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+    (folder / TMP / "123-dead").write_bytes(b"half")
+    store = await asyncio.wait_for(opened(folder), DEADLINE_S)
+    assert await put(store, NAME, b"x") is PutOutcome.WRITTEN
+    await store.close(DEADLINE_S)
+    assert sorted(left_behind(folder)) == ["folder", "link", "pipe", "socket"]
 
 
 async def _open_and_close(folder: Path) -> None:
