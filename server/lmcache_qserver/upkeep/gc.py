@@ -89,8 +89,12 @@ async def expired_in_quarantine(store: ChunkStore, before: float) -> list[Entry]
 
 
 def surplus(entries: Iterable[Entry], max_bytes: int) -> list[Entry]:
-    """The fewest of the least recently used, in this order, without which the others have at most `max_bytes`."""
-    by_use = sorted(entries, key=lambda entry: (entry.used, entry.name))
+    """The fewest of the least recently used, in this order, without which the others have at most `max_bytes`.
+
+    What is larger than that alone goes before all others: it can't stay, and they would go in vain. A file system that
+    is broken may give a file any length.
+    """
+    by_use = sorted(entries, key=lambda entry: (entry.nbytes <= max_bytes, entry.used, entry.name))
     excess = _nbytes(by_use) - max_bytes
     chosen = []
     for entry in by_use:

@@ -48,6 +48,12 @@ def test_too_much_is_what_was_unused_longest() -> None:
     assert surplus([entry("b"), entry("a")], 10) == [entry("a")]
 
 
+def test_what_is_too_much_alone_takes_nothing_with_it() -> None:
+    old, newer, endless = entry("a", used=1), entry("b", used=2), entry("c", 1 << 40, used=3)
+    assert surplus([old, newer, endless], 20) == [endless]
+    assert surplus([old, newer, endless], 10) == [endless, old]
+
+
 @given(entries, st.integers(0, 20_000))
 def test_no_more_goes_than_has_to(given_entries: list[Entry], max_bytes: int) -> None:
     gone = surplus(given_entries, max_bytes)
@@ -55,7 +61,9 @@ def test_no_more_goes_than_has_to(given_entries: list[Entry], max_bytes: int) ->
     assert left <= max_bytes
     assert not gone or left + gone[-1].nbytes > max_bytes
     stay = [each for each in given_entries if each not in gone]
-    assert all(each.used <= other.used for each in gone for other in stay)
+    assert all(each.nbytes <= max_bytes for each in stay)
+    by_use = [each for each in gone if each.nbytes <= max_bytes]
+    assert all(each.used <= other.used for each in by_use for other in stay)
 
 
 async def test_foreign_names_and_quarantine_are_left_alone_and_count_for_nothing(
