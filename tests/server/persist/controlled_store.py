@@ -12,7 +12,15 @@ from typing import Any
 from lmcache_qprotocol.messages import ChunkQuery, RetrieveReply
 from lmcache_qprotocol.reasons import MissReason
 from lmcache_qserver.qstore.persist.persistence import Persistence, PersistSettings
-from lmcache_qserver.tier import ChunkStore, Corrupt, Entry, NotThere, PutOutcome, Unavailable
+from lmcache_qserver.tier import (
+    ChunkStore,
+    Corrupt,
+    Entry,
+    NotThere,
+    PutOutcome,
+    Refused,
+    Unavailable,
+)
 from lmcache_qserver.tier.chunk_store import Observe
 from lmcache_qserver.tier.transfer import Transfer
 from tests.server.qstore.fake_worker import query_of, stored_chunk
@@ -30,6 +38,7 @@ class ControlledStore(ChunkStore):
         waiting: what waits, oldest first: operation, name.
         failing: errors of the next operations of a kind.
         for_ever: the error of all operations of a kind.
+        refused: puts of names with this in them are; empty: none.
         asked: every operation and name, in order.
     """
 
@@ -41,6 +50,7 @@ class ControlledStore(ChunkStore):
         self.waiting: deque[tuple[str, str, asyncio.Future[None]]] = deque()
         self.failing: dict[str, list[BaseException]] = {}
         self.for_ever: dict[str, BaseException] = {}
+        self.refused = ""
         self.asked: list[tuple[str, str]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[Transfer[Any]] = set()
@@ -77,6 +87,8 @@ class ControlledStore(ChunkStore):
 
     def put(self, name: str, parts: Sequence[memoryview]) -> Transfer[PutOutcome]:
         def work() -> PutOutcome:
+            if self.refused and self.refused in name:
+                raise Refused(name)
             if name in self.objects:
                 return PutOutcome.ALREADY_THERE
             self.objects[name] = b"".join(parts)

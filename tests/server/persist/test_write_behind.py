@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmcache_qserver.tier import Full, Refused, TierError, Unavailable
+from lmcache_qserver.tier.paths import quote
 from tests.server.persist.controlled_store import ControlledStore, TierWorld, until
 from tests.server.qstore.fake_worker import FAMILY
 from tests.server.qstore.world import SPAN
@@ -140,6 +141,22 @@ async def test_failures_are_counted_open_the_breaker_and_end_when_it_works(
     assert store.count("put") == tried + 1, "one finds out whether it works again"
     assert (await world.module.flush_q(20.0)).persisted
     assert world.persistence.summary().written == 8
+    world.check_sum()
+
+
+async def test_a_model_that_is_refused_holds_no_other_up(world: TierWorld) -> None:
+    """Its folder may be another user's. Pauses grow to a minute: the others must not wait for its whole queue."""
+    store = world.attach()
+    store.refused = quote(MODEL)
+    await world.store(await world.worker(), 1, 0, 8)
+    await until(lambda: world.persistence.state == "failing")
+    tried = store.count("put")
+    worker = await world.worker(2, "c2", model="another")
+    await world.store(worker, 1, 0, 6, instance_id=2, client="c2", model="another")
+    await until(lambda: world.persistence.summary().written == 6)
+    assert store.count("put") <= tried + 6 + 3
+    store.refused = ""
+    await until(lambda: world.persistence.summary().written == 14)
     world.check_sum()
 
 

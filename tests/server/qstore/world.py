@@ -92,20 +92,28 @@ class World:
         self.workers: list[FakeWorker] = []
 
     async def worker(
-        self, instance_id: int | str = 1, client: Hashable = "c1", num_blocks: int = 32
+        self,
+        instance_id: int | str = 1,
+        client: Hashable = "c1",
+        num_blocks: int = 32,
+        model: str = MODEL,
     ) -> FakeWorker:
         """A registered worker."""
         worker = FakeWorker(num_blocks)
         self.workers.append(worker)
-        await self.register(worker, instance_id, client)
+        await self.register(worker, instance_id, client, model)
         return worker
 
     async def register(
-        self, worker: FakeWorker, instance_id: int | str = 1, client: Hashable = "c1"
+        self,
+        worker: FakeWorker,
+        instance_id: int | str = 1,
+        client: Hashable = "c1",
+        model: str = MODEL,
     ) -> None:
         ring = GatedRing(os.dup(worker.fd), worker.nbytes, self.gate)
         await self.module.register_q_cache(
-            client, instance_id, MODEL, 1, worker.description, ring, self.now
+            client, instance_id, model, 1, worker.description, ring, self.now
         )
 
     async def store(
@@ -118,6 +126,7 @@ class World:
         instance_id: int | str = 1,
         client: Hashable = "c1",
         block: int = 0,
+        model: str = MODEL,
         spoil: Callable[[], None] = lambda: None,
     ) -> StoreOutcome:
         """Write chunks into ring blocks from `block` on and store them.
@@ -131,7 +140,7 @@ class World:
             of_chunk = block_ids[index * BLOCKS_PER_CHUNK :][:BLOCKS_PER_CHUNK]
             nonces.append(worker.write(sequence, first + index, of_chunk))
         spoil()
-        key = range_key(sequence, first, count)
+        key = range_key(sequence, first, count, model_name=f"{model}##query")
         result = await self.module.stores.store_q(
             client, key, instance_id, (block_ids,), b"", proof_of(*nonces), self.now
         )

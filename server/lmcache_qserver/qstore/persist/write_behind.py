@@ -17,6 +17,10 @@ on, out of the pool alone.
 A store under way goes first: a put reads and writes as many bytes as its copy does. So a put begins in a pause; when
 there is none, one at a time begins nevertheless, after `PAUSE_S`.
 
+The oldest goes first, but for models of which the store has refused an object last: they let the others pass. What is
+refused may be one model's folder (it belongs to another user, something else lies in its place), and each further
+attempt makes the pause longer that everybody waits for.
+
 A put is never cancelled. The event loop alone changes anything here; checksums are made, and files written, in threads.
 """
 
@@ -116,6 +120,7 @@ class WriteBehind:
         self._waiting_bytes = 0
         self._pinned: set[StoredObject] = set()
         self._pinned_bytes = 0
+        self._refused: set[str] = set()  # models whose last put was refused
         self._writing: dict[StoredObject, MissReason | None] = {}
         """And why they have left the pool's index meanwhile, if they have."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -256,9 +261,16 @@ class WriteBehind:
             while self._waiting:
                 await self._wait_for_a_turn()
                 if self._waiting:
-                    self._begin(next(iter(self._waiting)))
+                    self._begin(self._next())
         finally:
             self._worker = None
+
+    def _next(self) -> StoredObject:
+        first = next(iter(self._waiting))
+        if not self._refused:
+            return first
+        others = (one for one in self._waiting if one.key.family.model_name not in self._refused)
+        return next(others, first)
 
     async def _wait_for_a_turn(self) -> None:
         began = self._clock()
@@ -302,6 +314,8 @@ class WriteBehind:
             await self._put(stored, transfers)
         except (Unavailable, Full, Refused) as error:
             again = True
+            if isinstance(error, Refused):
+                self._refused.add(stored.key.family.model_name)
             self._note_error(error)
         except Corrupt:
             self.lost["corrupt"] += 1
@@ -327,6 +341,7 @@ class WriteBehind:
         transfers.append(putting)
         outcome = await putting
         self.breaker.worked()
+        self._refused.discard(stored.key.family.model_name)
         self.outcomes[outcome] += 1
         nbytes = len(head) + view.nbytes
         if outcome is PutOutcome.WRITTEN:
