@@ -145,6 +145,12 @@ def parse_name(name: str) -> Address | None:
     )
 
 
+def links_of(name: str) -> tuple[str, str, str]:
+    """(salt's folder, PARENT, HASH) of a name that is known to be ours: cut out, for those who have very many."""
+    folder, _, last = name.rpartition("/")
+    return folder[:-3], last[:64], last[65:129]
+
+
 def model_prefix(model_name: str) -> str:
     """What all names of a model begin with, without the last slash; the model name is that of keys."""
     return f"{VERSION}/{quote(model_name)}"

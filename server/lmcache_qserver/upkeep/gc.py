@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lmcache_qserver.tier import ChunkStore, Entry
 from lmcache_qserver.upkeep.selection import Selection, find, find_quarantined
+from lmcache_qserver.upkeep.usefulness import most_useful_first
 
 BATCH_NAMES = 256
 """Names that are deleted at a time."""
@@ -37,7 +38,7 @@ class Plan:
 async def plan(
     store: ChunkStore, now: float, older_than_s: float | None, max_bytes: int | None
 ) -> Plan:
-    """Go through a store and decide; every object that is ours is in memory for it (some 500 bytes each).
+    """Go through a store and decide; every object that is ours is in memory for it (some 800 bytes each).
 
     Args:
         now: seconds since the epoch; ages are by the store's clock.
@@ -92,12 +93,15 @@ def surplus(entries: Iterable[Entry], max_bytes: int) -> list[Entry]:
     """The fewest of the least recently used, in this order, without which the others have at most `max_bytes`.
 
     What is larger than that alone goes before all others: it can't stay, and they would go in vain. A file system that
-    is broken may give a file any length.
+    is broken may give a file any length. Else what hangs on something goes before it; see usefulness.py.
     """
-    by_use = sorted(entries, key=lambda entry: (entry.nbytes <= max_bytes, entry.used, entry.name))
-    excess = _nbytes(by_use) - max_bytes
+    too_large, others = [], []
+    for entry in entries:
+        (others if entry.nbytes <= max_bytes else too_large).append(entry)
+    ordered = most_useful_first(others) + sorted(too_large, key=lambda entry: entry.name)
+    excess = _nbytes(ordered) - max_bytes
     chosen = []
-    for entry in by_use:
+    for entry in reversed(ordered):
         if excess <= 0:
             break
         chosen.append(entry)

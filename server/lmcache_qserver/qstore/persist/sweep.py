@@ -5,6 +5,7 @@ A bucket has rules of its own for that (lifecycle rules), which work for all ser
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ async def sweep(
     gone = {entry.name for entry in old}
     rest = [entry for entry in inspected.entries if entry.name not in gone]
     exceeded = max_bytes and sum(entry.nbytes for entry in rest) > max_bytes
-    too_much = surplus(rest, int(max_bytes * LOW_SHARE)) if exceeded else []
+    too_much = []
+    if exceeded:  # in a thread: of very many it takes long
+        too_much = await asyncio.to_thread(surplus, rest, int(max_bytes * LOW_SHARE))
     async for batch in delete(store, [*old, *put_aside]):
         swept.expired += len(batch)
         _note_gone(held, batch, swept)
