@@ -95,10 +95,10 @@ def surplus(entries: Iterable[Entry], max_bytes: int) -> list[Entry]:
     What is larger than that alone goes before all others: it can't stay, and they would go in vain. A file system that
     is broken may give a file any length. Else what hangs on something goes before it; see usefulness.py.
     """
-    too_large, others = [], []
-    for entry in entries:
-        (others if entry.nbytes <= max_bytes else too_large).append(entry)
-    ordered = most_useful_first(others) + sorted(too_large, key=lambda entry: entry.name)
+    by_worth = most_useful_first(entries)
+    ordered = sorted(
+        by_worth, key=lambda entry: entry.nbytes > max_bytes
+    )  # stable: the order of worth stays
     excess = _nbytes(ordered) - max_bytes
     chosen = []
     for entry in reversed(ordered):
