@@ -140,7 +140,7 @@ class ControlledStore(ChunkStore):
     async def list(self, prefix: str = "") -> AsyncIterator[Entry]:
         await self._pass("list", prefix)
         for name, raw in list(self.objects.items()):
-            if name.startswith(f"{prefix}/"):
+            if not prefix or name.startswith(f"{prefix}/"):
                 yield Entry(name, len(raw), 0.0, 0.0)
 
     async def folders(self, prefix: str = "") -> builtins.list[str]:
@@ -184,10 +184,21 @@ class ControlledStore(ChunkStore):
 
 
 class TierWorld(World):
-    """A module with a controlled store behind it; `attach` opens that."""
+    """A module with a controlled store behind it; `attach` opens that.
 
-    def __init__(self, pool_chunks: int = 16, *, ttl_s: float = 0.0, **settings: Any) -> None:
-        persist = PersistSettings(url="controlled://", timeout_s=20.0, ttl_s=ttl_s)
+    Args:
+        url: of `file://` for what only a store of files is asked for.
+    """
+
+    def __init__(
+        self,
+        pool_chunks: int = 16,
+        *,
+        ttl_s: float = 0.0,
+        url: str = "controlled://",
+        **settings: Any,
+    ) -> None:
+        persist = PersistSettings(url=url, timeout_s=20.0, ttl_s=ttl_s)
         super().__init__(pool_chunks, persist=persist, **settings)
         self.now = (
             time.monotonic()

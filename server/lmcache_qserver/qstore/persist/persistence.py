@@ -238,7 +238,8 @@ class Persistence:
         reports = {kind_of_report(report): report for report in here}
         for kind, holding in kinds.items():
             report = reports.get(kind) or _only_there(kind, holding)
-            if report is not None and (kind in reports or holding.objects or not self.is_local):
+            known = kind in reports or holding.objects or not self.is_local or not self.surveyed
+            if report is not None and known:
                 reports[kind] = msgspec.structs.replace(
                     report, persisted=holding.objects, persisted_bytes=holding.nbytes
                 )
