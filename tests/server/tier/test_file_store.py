@@ -333,7 +333,7 @@ async def test_bytes_are_synced_before_the_name_and_the_name_before_the_answer(
 
         return recorded
 
-    for what in ("mkdir", "writev", "fdatasync", "link", "fsync", "unlink"):
+    for what in ("mkdir", "writev", "fdatasync", "link", "rename", "fsync", "unlink"):
         monkeypatch.setattr(os, what, record(what))
     assert await put(store, "v1/a/b", bytes(4 * KIB), bytes(8 * KIB)) is PutOutcome.WRITTEN
     write = ["writev", "fdatasync", "link"]
@@ -349,6 +349,11 @@ async def test_bytes_are_synced_before_the_name_and_the_name_before_the_answer(
     calls.clear()
     await store.delete(["v1/a/b", "v1/a/c"])
     assert calls == ["unlink", "unlink", "fsync v1/a"]
+    await put(store, "v1/a/d", b"x")
+    calls.clear()
+    # A purge of its quarantine would be for nothing if it came back under its name.
+    await store.quarantine("v1/a/d")
+    assert calls == [*["mkdir"] * 3, "rename", "fsync v1/a"]
     await store.close(DEADLINE_S)
 
 
