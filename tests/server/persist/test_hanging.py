@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,4 +186,16 @@ def test_it_begins_and_ends_while_the_tier_hangs(tmp_path: Path) -> None:
         began = time.monotonic()
         assert stop_daemon(daemon) == 0, daemon.log()
         assert time.monotonic() - began < 15
+    assert objects(tmp_path / "l2") == []
+
+
+def test_the_log_tells_what_the_end_has_left_unwritten(tmp_path: Path) -> None:
+    with hanging_daemon(tmp_path, drain_timeout_s=0.2) as (daemon, worker, hangs):
+        hangs.touch()
+        for number in range(20):
+            assert worker.store(name(number), rows_of(number)).stored == 1
+        assert stop_daemon(daemon) == 0, daemon.log()
+        told = re.search(r"(\d+) objects .* were not written .*; (\d+) are being", daemon.log())
+        assert told is not None, daemon.log()
+        assert int(told[1]) + int(told[2]) == 20
     assert objects(tmp_path / "l2") == []

@@ -212,8 +212,19 @@ class Persistence:
     # --- the whole ----------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until everything stored is written; False when something is left."""
-        return await self.writes.drain(timeout_s)
+        """At the end: wait until everything stored is written; False when something is left, the log says how much."""
+        writes = self.writes
+        try:
+            return await writes.drain(timeout_s)
+        finally:  # whoever is in a hurry cancels this
+            if writes.waiting or writes.writing:
+                logger.warning(
+                    "%d objects (%d bytes) were not written to the persistent tier in time and will be gone; "
+                    "%d are being written",
+                    writes.waiting,
+                    writes.waiting_bytes,
+                    writes.writing,
+                )
 
     async def close(self, timeout_s: float) -> bool:
         """End everything; call it last. False: something still runs, and touches the pool's memory."""
