@@ -7,7 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from lmcache_qserver.cli import cli
-from lmcache_qserver.qstore.persist.read_through import MISSES
+from lmcache_qserver.qstore.persist.read_counts import MISSES
 from lmcache_qserver.qstore.persist.write_behind import ERRORS, LOST
 from lmcache_qserver.status_report import NO_TIER
 from lmcache_qserver.testing.daemon import running_daemon

@@ -25,7 +25,8 @@ from lmcache_qserver.qstore.inventory import Kind, kind_of_report, report_of
 from lmcache_qserver.qstore.persist.held import Held, Holding
 from lmcache_qserver.qstore.persist.l2_search import find_name, names_of
 from lmcache_qserver.qstore.persist.purging import Purge
-from lmcache_qserver.qstore.persist.read_through import MISSES, ReadThrough
+from lmcache_qserver.qstore.persist.read_counts import MISSES
+from lmcache_qserver.qstore.persist.read_through import ReadThrough
 from lmcache_qserver.qstore.persist.records import name_of_stored
 from lmcache_qserver.qstore.persist.survey import learn_layouts
 from lmcache_qserver.qstore.persist.sweep import Swept, inspect, sweep
@@ -129,7 +130,7 @@ class Persistence:
         """opening, ready, or failing."""
         if self._store is None:
             return "opening"
-        return "failing" if self.writes.is_failing or self.reads.breaker.is_open else "ready"
+        return "failing" if self.writes.is_failing or self.reads.is_failing else "ready"
 
     @property
     def is_local(self) -> bool:
@@ -165,7 +166,7 @@ class Persistence:
     async def confirm(self, wanted: Iterable[tuple[ObjectKey, bytes]]) -> set[ObjectKey]:
         """Which of these (key, hash of the chunk before) the store has, for sure; none if it does not say so soon."""
         store, items = self._store, list(wanted)
-        if store is None or self.reads.breaker.is_open:
+        if store is None or self.reads.is_failing:
             return set()
         questions = [find_name(store, key, parent) for key, parent in items]
         try:
@@ -272,12 +273,12 @@ class Persistence:
             pinned_bytes=writes.pinned_bytes,
             lost={reason: writes.lost[reason] for reason in LOST},
             errors={code: writes.errors[code] for code in ERRORS},
-            brought=reads.brought,
-            brought_bytes=reads.brought_bytes,
+            brought=reads.counts.brought,
+            brought_bytes=reads.counts.brought_bytes,
             fetching=reads.fetching,
-            absent=reads.absent,
-            missed={reason: reads.missed[reason] for reason in MISSES},
-            quarantined=reads.quarantined,
+            absent=reads.counts.absent,
+            missed={reason: reads.counts.missed[reason] for reason in MISSES},
+            quarantined=reads.counts.quarantined,
             objects=len(self.held),
             bytes=self.held.nbytes,
             indexing=self._store is not None and not self.surveyed,
