@@ -18,7 +18,7 @@ $(1)/bin/python -m pip install --progress-bar off --constraint constraints.txt $
 	|| { grep -v '^WARNING' $(1)/pip.log >&2; exit 1; }
 endef
 
-.PHONY: help demo test test-faults test-prometheus test-vllm test-gpu check fuzz bench clean
+.PHONY: help demo test test-faults test-s3 test-prometheus test-vllm test-gpu check fuzz bench clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -31,6 +31,9 @@ test: .venv/.ready  ## all tests that need no engine
 
 test-faults: .venv/.ready  ## kill and stop workers, readers and servers at random, 200 times
 	.venv/bin/python -m pytest -m faults
+
+test-s3: .venv/.ready  ## tests of the persistent tier against an S3 server (moto's; QSERVER_S3_ENDPOINT: another)
+	.venv/bin/python -m pytest -m s3
 
 # Skipped, and said so, where the Debian package prometheus is not installed.
 test-prometheus: .venv/.ready  ## tests against a real Prometheus

@@ -54,7 +54,7 @@ ROW_BYTES = LAYER_BYTES // CHUNK
 PAGE_OBJECTS = 1000
 """S3 lists so many at most per request."""
 
-pytestmark = pytest.mark.usefixtures("s3_environment")
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("s3_environment")]
 
 
 def s3_daemon(

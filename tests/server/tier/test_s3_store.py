@@ -25,6 +25,9 @@ from tests.server.tier.conformance import (
 TIMEOUT_S = 1.0
 
 
+pytestmark = pytest.mark.s3
+
+
 @pytest.mark.usefixtures("s3_environment")
 class TestS3Store(StoreConformance):
     """A prefix of a bucket."""
