@@ -190,7 +190,11 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=OBJECTS)
     parser.add_argument("--starts", type=int, default=STARTS)
     options = parser.parse_args()
-    print(json.dumps(measure(options.folder, options.objects, options.starts), indent=2))
+    print(
+        json.dumps(
+            measure(str(Path(options.folder).resolve()), options.objects, options.starts), indent=2
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.samples import bootstrap_interval, seconds, speed_ratio
@@ -97,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     for size in SIZES_MIB:
         for name, pause_s in (("paced", PAUSE_S_PER_MIB * size), ("rushed", 0.0)):
-            figures = measure(options.folder, size, options.rounds, pause_s)
+            figures = measure(str(Path(options.folder).resolve()), size, options.rounds, pause_s)
             print(f"l2_store_{name}_{size}MiB", json.dumps(figures), flush=True)
 
 
