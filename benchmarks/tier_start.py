@@ -192,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     print(
         json.dumps(
-            measure(str(Path(options.folder).resolve()), options.objects, options.starts), indent=2
+            measure(Path(options.folder).resolve(), options.objects, options.starts), indent=2
         )
     )
 
