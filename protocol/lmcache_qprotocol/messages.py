@@ -443,14 +443,17 @@ class FlushReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Result of `flush_q`.
 
     Attributes:
-        persisted: everything that was stored before is in the persistent tier.
+        persisted: everything that is stored now is in the persistent tier, too.
         waiting: objects that are not yet.
         message: why not; empty if they are.
+        lost: objects since the server's start that left its memory before they were written, or could not be: these
+            are in no tier. Purged and expired ones are not among them.
     """
 
     persisted: bool
     waiting: Count
     message: str = ""
+    lost: Count = 0
 
 
 class PurgeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -179,13 +179,19 @@ def verify(url: str, timeout_s: float) -> None:
 @cli.command()
 @_ask_options(60.0, " until all is written")
 def flush(url: str, timeout_s: float) -> None:
-    """Wait until everything that a running daemon stores is in its persistent tier.
+    """Wait until everything that a running daemon stores is in its persistent tier; tells what was lost before.
 
     Exits with 1 if it is not.
     """
     reply = _ask(url, "flush_q", (int(timeout_s * 1000),), timeout_s + 5.0)
+    if reply.lost:
+        click.echo(
+            f"{reply.lost} objects since the daemon's start left memory before they were persisted: they are gone "
+            "(lmcache-qserver status says why)",
+            err=True,
+        )
     if reply.persisted:
-        click.echo("everything is persisted")
+        click.echo("everything that is stored is persisted")
         return
     raise click.ClickException(f"{reply.waiting} objects are not persisted: {reply.message}")
 

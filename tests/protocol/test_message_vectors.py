@@ -303,7 +303,7 @@ REPLIES: dict[str, Any] = {
     "fetch_q reply": memoryview(bytes(range(7))),
     "release_q reply": None,
     "verify_q reply": m.VerifyReply(verified=300, made=1, corrupt=0, nbytes=1 << 40),
-    "flush_q reply": m.FlushReply(persisted=False, waiting=3, message="not all"),
+    "flush_q reply": m.FlushReply(persisted=False, waiting=3, message="not all", lost=2),
     "purge_q reply": m.PurgeReply(dropped=2, deleted=300, deleted_bytes=1 << 40),
     "identities_q reply": m.IdentitiesReply(
         identities=(

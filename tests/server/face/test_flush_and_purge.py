@@ -26,7 +26,7 @@ def test_flush_waits_until_all_is_persisted(tmp_path: Path) -> None:
         with WireWorker(daemon) as worker:
             for seed, name in enumerate(NAMES):
                 worker.store(name, rows_of(seed))
-        assert run("flush", "--url", daemon.url) == (0, "everything is persisted\n")
+        assert run("flush", "--url", daemon.url) == (0, "everything that is stored is persisted\n")
         assert len(list((tmp_path / "l2").rglob("*.safetensors"))) == len(NAMES)
         assert daemon.status()["l2"]["written"] == len(NAMES)
 

@@ -35,6 +35,19 @@ async def test_what_is_stored_before_the_store_is_open_waits_for_it(world: TierW
     world.check_sum()
 
 
+async def test_a_flush_tells_what_was_lost_before_it(world: TierWorld) -> None:
+    await world.store(await world.worker(), 1, 0, 2)
+    world.evict()
+    await world.store(world.workers[0], 2, 0, 1)
+    assert lost(world) == {"evicted": 2}
+    assert (await world.module.flush_q(0.1)).lost == 2
+    world.attach()
+    reply = await world.module.flush_q(20.0)
+    assert (reply.persisted, reply.waiting, reply.lost) == (True, 0, 2)
+    assert (await world.module.purge_q(MODEL, None)).deleted == 1
+    assert (await world.module.flush_q(20.0)).lost == 2
+
+
 async def test_persisted_is_said_when_it_is_and_not_before(world: TierWorld) -> None:
     store = world.attach()
     store.held = {"put"}

@@ -30,7 +30,7 @@ from lmcache_qserver.qstore.persist.read_through import ReadThrough
 from lmcache_qserver.qstore.persist.records import name_of_stored
 from lmcache_qserver.qstore.persist.survey import learn_layouts
 from lmcache_qserver.qstore.persist.sweep import Swept, inspect, sweep
-from lmcache_qserver.qstore.persist.write_behind import ERRORS, LOST, WriteBehind
+from lmcache_qserver.qstore.persist.write_behind import ERRORS, LOST, UNWANTED, WriteBehind
 from lmcache_qserver.qstore.stored_object import StoredObject
 from lmcache_qserver.status_report import ModelReport, TierReport
 from lmcache_qserver.tier import ChunkStore, PutOutcome, TierError
@@ -183,16 +183,17 @@ class Persistence:
         return {key for (key, _), name in zip(items, names, strict=True) if isinstance(name, str)}
 
     async def flush(self, timeout_s: float) -> FlushReply:
-        """Wait until everything stored is written."""
+        """Wait until everything stored is written. What is lost already can't be: that is said beside it."""
         persisted = await self.writes.drain(timeout_s)
         waiting = self.writes.waiting + self.writes.writing
+        lost = sum(self.writes.lost[reason] for reason in UNWANTED)
         if persisted:
-            return FlushReply(persisted=True, waiting=0)
+            return FlushReply(persisted=True, waiting=0, lost=lost)
         if self.state == "ready":
             why = f"not all was written in {timeout_s:g} s"
         else:
             why = f"the persistent tier is {self.state}: see l2 in /status, and the server's log"
-        return FlushReply(persisted=False, waiting=waiting, message=why)
+        return FlushReply(persisted=False, waiting=waiting, message=why, lost=lost)
 
     async def settle(self, what: Purge) -> None:
         """Wait until nothing of this is being written or read; what waits to be written went with its object."""

@@ -68,6 +68,8 @@ LOOK_S, LONGEST_LOOK_S = 0.005, 0.5
 """How often it is looked whether they have ended; and whether puts that take long have."""
 LOST = ("evicted", "expired", "purged", "corrupt", "failed")
 """Why an object is not written, and never will be."""
+UNWANTED = ("evicted", "corrupt", "failed")
+"""The reasons of these that nobody has asked for."""
 ERRORS = ("unavailable", "full", "refused", "failed")
 """Why an attempt to write has failed."""
 
