@@ -65,7 +65,8 @@ def flush(worker: WireWorker, timeout_ms: int = FLUSH_MS) -> FlushReply:
 
 def persist(worker: WireWorker) -> None:
     """Everything stored before is persisted."""
-    assert flush(worker) == FlushReply(persisted=True, waiting=0)
+    reply = flush(worker)
+    assert (reply.persisted, reply.waiting) == (True, 0)
 
 
 def persisted(worker: WireWorker, *names: bytes) -> list[bool]:
